@@ -1,0 +1,428 @@
+"""What crosses a wire: typed, bounded, versioned records and the registry's commands (msgpack by msgspec, never pickle)."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from mx_rl.errors import CorruptRecord
+
+FORMAT = 1
+"""Raised when a record changes so that an older reader would misread it; both sides compare it before anything else."""
+
+MAX_RECORD_BYTES = 256 << 20
+
+Record = TypeVar("Record")
+
+
+class _Base(msgspec.Struct, frozen=True, omit_defaults=True):
+    pass
+
+
+# ---- the data plane: where memory lies -------------------------------------------------------------------------------
+
+
+class Place(_Base, kw_only=True):
+    """Where a process is, level by level, to tell which lane reaches it."""
+
+    boot: str  # kernel boot id: the same host
+    pid_ns: str  # PID namespace: one shared-memory copy needs the same
+    net_ns: str
+    pid: int
+    host: str  # for people only: never compared
+
+
+class RegionRecord(_Base, kw_only=True):
+    """One slot or stage: its bytes, and the 64-byte header that guards them (``arena.py``)."""
+
+    header: int  # address of the header
+    address: int
+    nbytes: int
+    device: str = "cpu"
+
+
+class EndpointRecord(_Base, kw_only=True):
+    """How to reach the memory that one agent serves. Immutable; stored under the agent's name."""
+
+    agent: str  # incarnation: unique for ever
+    nonce: int  # 63 random bits, equal to the nonce in every header of this agent
+    transport: str  # "nixl" or "memory"
+    release: str  # of the transport, e.g. "1.5.1"
+    place: Place
+    address: bytes  # the transport's own blob
+    regions: tuple[RegionRecord, ...]
+    format: int = FORMAT
+
+
+class Source(_Base, kw_only=True):
+    """One rank's memory that holds its part of a version, valid under this generation only."""
+
+    agent: str
+    region: int  # index into EndpointRecord.regions
+    generation: int
+
+
+class VersionRecord(_Base, kw_only=True):
+    """One READY version. Small: in proportion to ranks, never to tensors."""
+
+    policy: str
+    number: int
+    epoch: int
+    nonce: int
+    step: int | None
+    kind: str  # "full"
+    layout: str  # hash of the world layout blob
+    window_bytes: int
+    sources: tuple[Source, ...]  # by trainer rank
+    wire_bytes: int
+    metadata: bytes = b"{}"  # JSON, at most 64 KiB
+    format: int = FORMAT
+
+    @property
+    def identity(self) -> tuple[int, int, int]:
+        return (self.epoch, self.nonce, self.number)
+
+
+class Holder(_Base, kw_only=True):
+    """A replica whose stages hold a version whole, in the order that its layouts fix."""
+
+    replica: str
+    layouts: tuple[str, ...]  # rank layout hashes, by rank of the replica
+    sources: tuple[Source, ...]  # by rank of the replica
+
+
+# ---- commands: trainer ranks -----------------------------------------------------------------------------------------
+
+
+class Command(_Base, kw_only=True, tag_field="c", tag=True):
+    """Everything a member may ask. ``wait`` is how long (seconds) the registry may hold the answer."""
+
+    policy: str
+    wait: float = 0.0
+
+
+class PutBlob(Command, kw_only=True):
+    """Store an immutable blob (layout, endpoint record) under its key for as long as a living member refers to it."""
+
+    key: str
+    data: bytes
+    owner: str  # incarnation whose lease keeps it
+
+
+class GetBlobs(Command, kw_only=True):
+    keys: tuple[str, ...]
+
+
+class Claim(Command, kw_only=True):
+    """Take seat ``rank`` of ``world``. Answered with Seat once every seat is taken, or as it stands when ``wait`` is over."""
+
+    world: str
+    rank: int
+    world_size: int
+    incarnation: str
+    nonce: int
+    start_after: int = 0
+    held: VersionRecord | None = None  # re-assertion: newest READY version of mine
+    epoch: int = 0  # re-assertion: the epoch I hold
+    base: int = 0
+    k: int = 0  # how many publishes of that epoch I have begun
+
+
+class Commit(Command, kw_only=True):
+    """The k-th publish of an epoch, done (or failed: ``error``) on one rank."""
+
+    epoch: int
+    nonce: int
+    k: int
+    rank: int
+    incarnation: str
+    step: int | None = None
+    kind: str = "full"
+    layout: str = ""  # hash of this rank's layout
+    source: Source | None = None
+    window_bytes: int = 0
+    wire_bytes: int = 0
+    metadata: bytes | None = None  # rank 0 only
+    error: str | None = None
+
+
+class Declare(Command, kw_only=True):
+    """Rank 0: these rank layouts, by rank, form the world layout under this hash (checked for coverage)."""
+
+    epoch: int
+    nonce: int
+    incarnation: str
+    layouts: tuple[str, ...]
+    world_layout: str
+
+
+class Await(Command, kw_only=True):
+    """Wait until the k-th version of an epoch is READY or aborted, or all ranks have told their layouts of it
+    (``layouts_only``)."""
+
+    epoch: int
+    k: int
+    layouts_only: bool = False
+
+
+class AwaitInstalled(Command, kw_only=True):
+    """Wait until ``replicas`` (None: the members at READY) have installed this version or a newer one."""
+
+    number: int
+    replicas: int | None = None
+
+
+class AwaitFree(Command, kw_only=True):
+    """Wait until nobody holds a lease on a version older than the newest READY one that lies in this source."""
+
+    source: Source
+
+
+# ---- commands: replicas ----------------------------------------------------------------------------------------------
+
+
+class Join(Command, kw_only=True):
+    """Take seat ``rank`` of a replica. Answered with ReplicaSeats once all seats are taken."""
+
+    replica: str
+    rank: int
+    ranks: int
+    incarnation: str
+    layout: str  # hash of this rank's layout blob; "" where it takes the publisher's names
+    endpoint: str  # key of the endpoint record of the agent it serves with; "" where it serves nothing
+    named: bool = True  # False: named by its incarnation, leaves with it
+
+
+class Resolve(Command, kw_only=True):
+    """Which version to take, from whom, with a lease. Answered with Target, or Nothing when ``wait`` is over."""
+
+    replica: str
+    incarnation: str  # of rank 0
+    installed: tuple[int, int, int] | None = None  # (epoch, nonce, number)
+    at_least: int | None = None
+    exactly: int | None = None
+    force: bool = False  # answer even if it is installed already (healing)
+    dead: tuple[str, ...] = ()  # agents that the transport reports lost
+    lost: int = 0  # versions lost in a row by this reader
+    read_s: float = 0.0  # its measured read time
+    lease: bool = True  # False: news only
+
+
+class Ack(Command, kw_only=True):
+    """The end of a round: what the replica runs now."""
+
+    replica: str
+    incarnation: str
+    record: VersionRecord | None  # what is installed now
+    state: str  # "installed", "failed", "tainted", "discarded"
+    number: int = 0  # the version the round was about
+    reason: str = ""
+    held: tuple[Source, ...] = ()  # by rank: stages that hold ``record`` whole; () serves nothing
+    previous: int = 0
+
+
+class Beat(Command, kw_only=True):
+    """I live. Renews every lease of these incarnations; ``policy`` is "" for all policies."""
+
+    incarnations: tuple[str, ...]
+
+
+class Dead(Command, kw_only=True):
+    """The transport says that these agents are gone. Withdrawn by their next beat."""
+
+    agents: tuple[str, ...]
+
+
+class Leave(Command, kw_only=True):
+    incarnation: str
+    keep_sources: bool = False
+
+
+class View(Command, kw_only=True):
+    """The state of one policy ("" for the list of policies) for people and for tests, as JSON."""
+
+
+AnyCommand = (
+    PutBlob
+    | GetBlobs
+    | Claim
+    | Commit
+    | Declare
+    | Await
+    | AwaitInstalled
+    | AwaitFree
+    | Join
+    | Resolve
+    | Ack
+    | Beat
+    | Dead
+    | Leave
+    | View
+)
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+class Result(_Base, kw_only=True, tag_field="r", tag=True):
+    pass
+
+
+class Ok(Result, kw_only=True):
+    pass
+
+
+class Blobs(Result, kw_only=True):
+    blobs: dict[str, bytes]  # those that are known; the caller names what is missing
+
+
+class Seat(Result, kw_only=True):
+    epoch: int
+    nonce: int
+    base: int  # the k-th publish (k from 1) of this epoch is version base + k, unless the floor jumps
+    open: bool
+    missing: tuple[int, ...]  # ranks that have not claimed
+    rejoined: bool = False  # opened by the loss of a rank: the first version needs ``step``
+
+
+class Outcome(Result, kw_only=True):
+    """Of one version: what became of it so far."""
+
+    number: int
+    state: str  # "staging", "ready", "aborted"
+    reason: str = ""
+    missing: tuple[int, ...] = ()  # ranks that have not committed
+    layouts: tuple[str, ...] = ()  # rank layouts, by rank, once all are told
+    declared: bool = True
+    latest: int = 0
+    leased: tuple[int, ...] = ()  # older versions that are still leased: this set only shrinks
+    steps: dict[str, int | None] = {}
+
+
+class Installs(Result, kw_only=True):
+    number: int
+    ready: bool
+    installed: tuple[str, ...]
+    failed: dict[str, str]
+    missing: tuple[str, ...]
+
+
+class Free(Result, kw_only=True):
+    leased_by: tuple[str, ...]  # replicas
+    held_for_s: float = 0.0  # a reader that lost twice has this slot for so long, beyond the grace
+
+
+class ReplicaSeats(Result, kw_only=True):
+    agents: tuple[str, ...]  # by rank: incarnation, "" where empty
+    endpoints: tuple[str, ...]
+    layouts: tuple[str, ...]
+    open: bool
+
+
+class Target(Result, kw_only=True):
+    record: VersionRecord
+    trainer: bool  # the record's own sources are alive
+    holders: tuple[Holder, ...]  # complete peers with this replica's layouts, best first
+    lease_s: float
+    newer_lost: int = 0  # a newer READY version that no living source covers, or 0
+
+
+class Nothing(Result, kw_only=True):
+    latest: int
+    staging: int = 0
+    missing: tuple[int, ...] = ()  # trainer ranks that have not committed the staging version
+    lost: int = 0  # newest READY version without a complete living source
+    read_s: float = 0.0
+    held_s: float = 0.0
+
+
+class ViewOf(Result, kw_only=True):
+    json: bytes
+
+
+class Refused(Result, kw_only=True):
+    """An error of ``errors.py``, by its class name."""
+
+    error: str
+    message: str
+    fields: dict[str, Any] = {}
+
+
+AnyResult = (
+    Ok | Blobs | Seat | Outcome | Installs | Free | ReplicaSeats | Target | Nothing | ViewOf | Refused
+)
+
+
+class Answer(_Base, kw_only=True):
+    """Every reply: the registry's boot id and the policy's floor let a member notice a registry that has forgotten."""
+
+    boot: int
+    floor: int
+    result: AnyResult
+    known: bool = True  # False: the incarnation that asked is not a member here; it should say again what it holds
+    format: int = FORMAT
+
+
+# ---- messages between the ranks of a replica ---------------------------------------------------------------------------
+
+
+class RankMessage(_Base, kw_only=True, tag_field="m", tag=True):
+    round: int
+
+
+class Round(RankMessage, kw_only=True):
+    """Rank 0 fixes a round's target; ``record`` None: nothing newer."""
+
+    record: VersionRecord | None
+    trainer: bool = True
+    holders: tuple[Holder, ...] = ()
+    full: bool = False  # install even if this version is installed (healing)
+
+
+class Vote(RankMessage, kw_only=True):
+    rank: int
+    agree: bool
+    reason: str = ""
+
+
+class Decision(RankMessage, kw_only=True):
+    commit: bool
+    reason: str = ""
+
+
+class Installed(RankMessage, kw_only=True):
+    rank: int
+    agree: bool
+    reason: str = ""
+
+
+class Finished(RankMessage, kw_only=True):
+    agree: bool
+    reason: str = ""
+
+
+AnyRankMessage = Round | Vote | Decision | Installed | Finished
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def encode(record: Any) -> bytes:
+    return _encoder.encode(record)
+
+
+def decode(data: bytes, kind: type[Record] | Any, *, max_bytes: int = MAX_RECORD_BYTES) -> Any:
+    """Decode and check types. Raises CorruptRecord for anything that is not a ``kind`` of this format."""
+    if len(data) > max_bytes:
+        raise CorruptRecord(f"a record of {len(data)} bytes is over the limit of {max_bytes}")
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    try:
+        record = decoder.decode(data)
+    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise CorruptRecord(f"{len(data)} bytes are no valid record: {exc}") from exc
+    found = getattr(record, "format", FORMAT)
+    if found != FORMAT:
+        raise CorruptRecord(f"record format {found}, this release speaks {FORMAT}: upgrade the older side", format=found)
+    return record

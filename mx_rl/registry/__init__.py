@@ -1,0 +1,1 @@
+"""Who holds which version: the state machine and its homes."""
