@@ -9,6 +9,7 @@ MxRLError
 |              VersionGone
 |              StartTimeout
 |              HoldTimeout
+|              Busy
 |-- fix input: InvalidArgument
 |              TensorUnavailable
 |              NameCollision
@@ -92,6 +93,10 @@ class StartTimeout(MxRLError, TimeoutError):
 
 class HoldTimeout(MxRLError, TimeoutError):
     """An install waited for open holds in vain. Field: ``holds``."""
+
+
+class Busy(MxRLError, RuntimeError):
+    """For a ``before_install`` hook to raise when the engine cannot stop yet: it is called again until the deadline."""
 
 
 class InvalidArgument(MxRLError, ValueError):

@@ -297,6 +297,7 @@ class Outcome(Result, kw_only=True):
     latest: int = 0
     leased: tuple[int, ...] = ()  # older versions that are still leased: this set only shrinks
     steps: dict[str, int | None] = {}
+    record: VersionRecord | None = None  # once READY
 
 
 class Installs(Result, kw_only=True):
@@ -370,6 +371,13 @@ class RankMessage(_Base, kw_only=True, tag_field="m", tag=True):
     round: int
 
 
+class Hello(RankMessage, kw_only=True):
+    """A rank has started (again): rank 0 looks up the seats and makes the next round a full one."""
+
+    rank: int
+    agent: str
+
+
 class Round(RankMessage, kw_only=True):
     """Rank 0 fixes a round's target; ``record`` None: nothing newer."""
 
@@ -394,6 +402,7 @@ class Installed(RankMessage, kw_only=True):
     rank: int
     agree: bool
     reason: str = ""
+    source: Source | None = None  # the stage that holds the version now, where this rank serves it
 
 
 class Finished(RankMessage, kw_only=True):
@@ -401,7 +410,7 @@ class Finished(RankMessage, kw_only=True):
     reason: str = ""
 
 
-AnyRankMessage = Round | Vote | Decision | Installed | Finished
+AnyRankMessage = Hello | Round | Vote | Decision | Installed | Finished
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
