@@ -1,4 +1,4 @@
-"""Tensors as boxes of global tensors: which names there are, where their elements belong, whether their memory is there.
+"""Tensors as boxes of global tensors: their names, where their elements belong, whether their memory is there.
 
 Sources are modules, mappings of names to tensors, DTensors or Shards, or callables that return one of these.
 """
@@ -194,7 +194,9 @@ def _renamer(rename: Rename) -> Callable[[str], str]:
     try:
         rules = [(re.compile(pattern), replacement) for pattern, replacement in rename]
     except (re.error, TypeError, ValueError) as exc:
-        raise InvalidArgument(f"rename={rename!r}: takes a dict, a callable, or (regex, replacement) pairs: {exc}") from exc
+        raise InvalidArgument(
+            f"rename={rename!r}: takes a dict, a callable, or (regex, replacement) pairs: {exc}"
+        ) from exc
 
     def apply(name: str) -> str:
         for pattern, replacement in rules:
