@@ -104,7 +104,9 @@ class Claimant:
             link.close()
             return False
         except PeerLost as exc:
-            log.warning("policy %s: the holder of seat %d is gone (%s): taking it", self._member.policy, self._seat.rank, exc)
+            log.warning(
+                "policy %s: the holder of seat %d is gone (%s): taking it", self._member.policy, self._seat.rank, exc
+            )
             self._member.ask(Dead(policy=self._member.policy, agents=(holder, record.agent)))
             return True
         finally:

@@ -1,4 +1,5 @@
-"""The second half of a publish, on a thread of its own: commit, rank 0's world layout, and what became of each version."""
+"""The second half of a publish, on a thread of its own: commit, rank 0's world layout, and what became of each
+version."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ class Commits:
         self._closing = True
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    # ---- on the thread -------------------------------------------------------------------------------------------------
+    # ---- on the thread
+    # -------------------------------------------------------------------------------------------------
 
     def _run(self, key: Key, commit: Commit) -> Outcome:
         try:

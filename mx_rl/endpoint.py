@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from mx_rl import errors
 from mx_rl.arena import Arena
@@ -68,7 +68,7 @@ class Endpoint:
     """One per process and registry; shared by every publisher and subscriber in it, closed with the last of them."""
 
     _lock = threading.Lock()
-    _open: dict[tuple[int, int], Endpoint] = {}
+    _open: ClassVar[dict[tuple[int, int], Endpoint]] = {}
 
     def __init__(self, registry: Registry, options: Options) -> None:
         self.registry = registry
@@ -105,8 +105,8 @@ class Endpoint:
             self._users -= 1
             if self._users:
                 return
-            self._open = {key: value for key, value in self._open.items() if value is not self}
-            type(self)._open = self._open
+            for key in [key for key, value in self._open.items() if value is self]:
+                del self._open[key]
         self._stop.set()
         self._wake.set()
         for thread in (self._io, self._beat):

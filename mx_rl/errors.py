@@ -196,7 +196,8 @@ _KINDS: dict[str, type[LayoutMismatch]] = {
 
 
 def layout_mismatch(subject: str, advice: str = "", /, **problems: Iterable[str]) -> LayoutMismatch:
-    """One error for all problems of a layout: the kind's own class where there is only one kind, else ``LayoutMismatch``.
+    """One error for all problems of a layout: the kind's own class where there is only one kind, else
+    ``LayoutMismatch``.
 
     ``problems`` maps a key of ``LayoutMismatch`` to text lines; the message lists the first ten of each and the count.
     """

@@ -36,7 +36,9 @@ class Supplier:
         return range(self.first, self.last)
 
 
-def suppliers(plan: Plan, record: VersionRecord, holders: Sequence[Holder], rank: int, kinds: Sequence[str]) -> list[Supplier]:
+def suppliers(
+    plan: Plan, record: VersionRecord, holders: Sequence[Holder], rank: int, kinds: Sequence[str]
+) -> list[Supplier]:
     """Who can fill which windows, in the order of ``kinds`` ("peer", "trainer")."""
     total = len(plan.window_bounds)
     found: list[Supplier] = []
@@ -137,7 +139,9 @@ class Fetch:
                 self._moved_at[supplier] = now
                 self._confirm(supplier, confirmed)
             elif now - self._moved_at[supplier] > self._stall_s:
-                self._fail(supplier, PeerLost(f"{supplier.label} moved no byte for {self._stall_s} s", peer=supplier.label))
+                self._fail(
+                    supplier, PeerLost(f"{supplier.label} moved no byte for {self._stall_s} s", peer=supplier.label)
+                )
                 return True
             if flow.done:
                 flow.close()
@@ -205,10 +209,13 @@ class Fetch:
         low, high = bounds[:, 0], bounds[:, 1]
         runs = np.stack([stage + low, region.address + low, high - low], axis=1)
         count = len(bounds)
-        return Windows(runs=runs, starts=np.arange(count + 1, dtype=np.int64), needs=np.arange(1, count + 1, dtype=np.int64))
+        return Windows(
+            runs=runs, starts=np.arange(count + 1, dtype=np.int64), needs=np.arange(1, count + 1, dtype=np.int64)
+        )
 
     def _fail(self, supplier: Supplier, error: MxRLError) -> None:
-        """Take the supplier out and give its open windows to another; if bytes may come late, leave the landing first."""
+        """Take the supplier out and give its open windows to another; if bytes may come late, leave the landing
+        first."""
         flow = self._flows.pop(supplier)
         clean = flow.close()
         lost = self._assigned.pop(supplier)
@@ -232,12 +239,15 @@ class Fetch:
         self._suppliers = [one for one in self._suppliers if one is not supplier]
 
     def _exhausted(self, wanted: set[int]) -> MxRLError:
-        reasons = "; ".join(f"{label}: {reason}" for label, reason in self._haul.refused.items()) or "no source was named"
+        reasons = (
+            "; ".join(f"{label}: {reason}" for label, reason in self._haul.refused.items()) or "no source was named"
+        )
         text = f"{len(wanted)} of {len(self._plan.window_bounds)} windows have no source left ({reasons})"
         gone = any(reason.startswith("VersionGone") for reason in self._haul.refused.values())
         return VersionGone(text, version=self._progress.identity[2]) if gone else PeerLost(text, peer="")
 
-    # ---- late bytes ----------------------------------------------------------------------------------------------------
+    # ---- late bytes
+    # ----------------------------------------------------------------------------------------------------
 
     def _close_flows(self) -> bool:
         clean = True

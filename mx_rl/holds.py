@@ -31,7 +31,9 @@ class Holds:
                 if not done:
                     if not self._open[me]:
                         del self._open[me]
-                    raise HoldTimeout(f"an install took longer than {timeout} s; the hold was not opened", holds=self.count)
+                    raise HoldTimeout(
+                        f"an install took longer than {timeout} s; the hold was not opened", holds=self.count
+                    )
             self._open[me] += 1
 
     def leave(self) -> None:
@@ -55,7 +57,9 @@ class Holds:
             self._shut_by = me
             try:
                 left = max(deadline - time.monotonic(), 0)
-                if not self._change.wait_for(lambda: not any(count and who != me for who, count in self._open.items()), left):
+                if not self._change.wait_for(
+                    lambda: not any(count and who != me for who, count in self._open.items()), left
+                ):
                     others = sum(1 for who, count in self._open.items() if count and who != me)
                     raise HoldTimeout(
                         f"{others} hold(s) stayed open: end them between steps, or call sync() inside one", holds=others

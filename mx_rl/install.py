@@ -38,8 +38,8 @@ class Installer:
     def prepare(self, plan: Plan, stage: torch.Tensor, targets: Mapping[str, tuple[Shard, ...]]) -> Work:
         """Everything that can be refused is refused here, before a live byte changes.
 
-        Raises AliasConflict where one storage would have to hold two different tensors; InvalidArgument where a target's
-        layout changed since the version was staged.
+        Raises AliasConflict where one storage would have to hold two different tensors; InvalidArgument where a
+        target's layout changed since the version was staged.
         """
         key = (id(plan), stage.data_ptr())
         if self._key != key:
@@ -66,7 +66,9 @@ class Installer:
         lines = []
         for check in plan.alias_checks:
             one, two = plan.pieces[check.first], plan.pieces[check.second]
-            if not torch.equal(stage[one.offset : one.offset + one.nbytes], stage[two.offset : two.offset + two.nbytes]):
+            if not torch.equal(
+                stage[one.offset : one.offset + one.nbytes], stage[two.offset : two.offset + two.nbytes]
+            ):
                 lines.append(f"{check.names[0]} and {check.names[1]} share storage here, and differ at the publisher")
         if lines:
             error = layout_mismatch("install", "untie them here, or tie them at the publisher", aliases=lines)

@@ -46,7 +46,8 @@ class Landing:
         return link
 
     def route(self, record: EndpointRecord, region: int, order: str, windows: Windows) -> Route:
-        """A prepared route; ``order`` names the run table, which is built by the caller only when ``has_route`` is false."""
+        """A prepared route; ``order`` names the run table, which is built by the caller only when ``has_route`` is
+        false."""
         key = (record.agent, region, order)
         route = self._routes.get(key)
         if route is None:
@@ -70,7 +71,8 @@ class Landing:
             self.drop(agent)
 
     def fence(self) -> bool:
-        """End every move into this stage. True: it is as good as new; False: late bytes may come, use another landing."""
+        """End every move into this stage. True: it is as good as new; False: late bytes may come, use another
+        landing."""
         self._drop_all()
         if not self._receiver.close():
             return False

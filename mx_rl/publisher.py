@@ -35,7 +35,8 @@ class Publisher:
     """Publishes versions of ``policy`` from this rank's ``tensors`` (a mapping, a module, or a callable).
 
     ``rank``, ``world_size`` and ``world`` are read from torch.distributed or torchrun where there is one; else a single
-    rank is a world of its own. ``slots`` versions are kept in registered memory (two or more). ``wire_dtype`` is a dtype or
+    rank is a world of its own. ``slots`` versions are kept in registered memory (two or more). ``wire_dtype`` is a
+    dtype or
     ``{pattern: dtype}``. ``start_after=n`` makes the first version of this world larger than n.
 
     Live at once; ``close`` is idempotent. Raises InvalidArgument, TensorUnavailable, LayoutMismatch; SeatTaken where
@@ -88,7 +89,8 @@ class Publisher:
             raise
         close_at_exit(self)
 
-    # ---- what users call -------------------------------------------------------------------------------------------------
+    # ---- what users call
+    # -------------------------------------------------------------------------------------------------
 
     def publish(
         self,
@@ -100,7 +102,8 @@ class Publisher:
     ) -> Version:
         """Snapshot the tensors as the next version; on return the caller may change them again.
 
-        The commit follows on a thread of its own; what fails there is raised by the next ``publish`` or ``wait``. The call
+        The commit follows on a thread of its own; what fails there is raised by the next ``publish`` or ``wait``. The
+        call
         counts even when it raises: that version is aborted for all ranks, and the n-th call of every rank stays one
         version. Never waits for readers beyond ``Options.grace_s`` (``grace_max_s`` for one that lost two running).
 
@@ -142,10 +145,11 @@ class Publisher:
             )
 
     def wait(self, version: Version | int, *, replicas: int | None = None, timeout: float = 60.0) -> Receipt:
-        """Wait until replicas run ``version`` or a newer one: None for the members at READY, 0 for READY only, n for any n.
+        """Wait until replicas run ``version`` or a newer one: None for the members at READY, 0 for READY only, n for
+        any n.
 
-        Returns, never raises, on expiry. Raises VersionAborted or StepMismatch for a version that was given up, and what
-        its commit on this rank failed with.
+        Returns, never raises, on expiry. Raises VersionAborted or StepMismatch for a version that was given up, and
+        what its commit on this rank failed with.
         """
         check_open(self._closed, f"Publisher({self.policy!r})")
         deadline = time.monotonic() + timeout
@@ -197,13 +201,16 @@ class Publisher:
     def __enter__(self) -> Publisher:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
         return f"Publisher({self.policy!r}, rank={self.seat.rank}/{self.seat.world_size}, world={self.seat.world!r})"
 
-    # ---- the epoch -------------------------------------------------------------------------------------------------------
+    # ---- the epoch
+    # -------------------------------------------------------------------------------------------------------
 
     def _count_call(self, deadline: float) -> Seat:
         """Make this call the k-th of the open epoch, which is claimed (again) where this rank has none."""
@@ -265,7 +272,8 @@ class Publisher:
         self._announce(self._ring)
         self._claimant.reassert(self._commits.held, self._k)
 
-    # ---- slots -----------------------------------------------------------------------------------------------------------
+    # ---- slots
+    # -----------------------------------------------------------------------------------------------------------
 
     def _open_ring(self, layout: RankLayout) -> Ring:
         ring = Ring(self._endpoint, f"{self.policy}-pub{self.seat.rank}", layout, self._slots)
@@ -279,8 +287,8 @@ class Publisher:
         self._member.put(seat_key(self.incarnation), record)
 
     def _ring_for(self, tensors: Mapping[str, tuple[Shard, ...]]) -> Ring:
-        """The ring of the present layout. Another layout gets another ring; the old slots live on until their readers are
-        done."""
+        """The ring of the present layout. Another layout gets another ring; the old slots live on until their readers
+        are done."""
         assert self._ring is not None
         layout = RankLayout.of(tensors, wire_dtype=self._wire_dtype)
         if layout.hash != self._ring.layout.hash:
@@ -289,8 +297,8 @@ class Publisher:
         return self._ring
 
     def _take_slot(self, ring: Ring, deadline: float) -> Slot:
-        """A slot that holds neither the newest READY version nor one that may still become it. Waits for this rank's own
-        world, never for readers beyond the grace."""
+        """A slot that holds neither the newest READY version nor one that may still become it. Waits for this rank's
+        own world, never for readers beyond the grace."""
         while True:
             free = [slot for slot in ring.slots if slot.key is None or self._commits.is_past(slot.key)]
             if free:
@@ -306,8 +314,8 @@ class Publisher:
         outcome = self._commits.settle(key, deadline)
         if outcome.state == "staging":
             raise IncompleteVersion(
-                f"the previous version of policy {self.policy!r} is not complete: rank(s) {name_ranks(outcome.missing)} of "
-                f"{self.seat.world_size} have not committed it; no slot is free until they do or it is aborted",
+                f"the previous version of policy {self.policy!r} is not complete: rank(s) "
+                f"{name_ranks(outcome.missing)} of {self.seat.world_size} have not committed it; no slot is free until they do or it is aborted",
                 version=outcome.number or None,
                 missing=list(outcome.missing),
             )
@@ -360,5 +368,7 @@ def _metadata_bytes(metadata: Mapping[str, Any] | None) -> bytes:
     except (TypeError, ValueError) as exc:
         raise InvalidArgument(f"metadata must be JSON (numbers, strings, lists, mappings): {exc}") from exc
     if len(data) > MAX_METADATA_BYTES:
-        raise InvalidArgument(f"metadata of {len(data)} bytes: at most {MAX_METADATA_BYTES}; store large things elsewhere")
+        raise InvalidArgument(
+            f"metadata of {len(data)} bytes: at most {MAX_METADATA_BYTES}; store large things elsewhere"
+        )
     return data

@@ -9,8 +9,19 @@ from collections.abc import Callable, Sequence
 
 from mx_rl.endpoint import Endpoint, Member, unique_name
 from mx_rl.errors import IncompleteVersion, MxRLError, PeerLost
-from mx_rl.records import AnyRankMessage, Decision, Finished, Hello, Installed, ReplicaSeats, Round, Source, Vote
-from mx_rl.records import decode, encode
+from mx_rl.records import (
+    AnyRankMessage,
+    Decision,
+    Finished,
+    Hello,
+    Installed,
+    ReplicaSeats,
+    Round,
+    Source,
+    Vote,
+    decode,
+    encode,
+)
 from mx_rl.replica import Follower, Leader
 from mx_rl.transport.base import Link
 
@@ -47,7 +58,8 @@ class Ranks:
     def record(self) -> bytes:
         return encode(self._served.record) if self._served is not None else b""
 
-    # ---- both ----------------------------------------------------------------------------------------------------------
+    # ---- both
+    # ----------------------------------------------------------------------------------------------------------
 
     def connect(self, seats: ReplicaSeats, member: Member) -> None:
         """Links to whom this rank talks to: rank 0 to all, the others to rank 0. Known links are kept."""
@@ -112,10 +124,12 @@ class Ranks:
         if self._served is not None:
             self._endpoint.unserve(self._served)
 
-    # ---- rank 0 --------------------------------------------------------------------------------------------------------
+    # ---- rank 0
+    # --------------------------------------------------------------------------------------------------------
 
     def newcomers(self) -> bool:
-        """Another process took a rank's seat since the last call: seats are to be read, the next round is a full one."""
+        """Another process took a rank's seat since the last call: seats are to be read, the next round is a full
+        one."""
         with self._change:
             found = bool(self.leader.newcomers)
             self.leader.newcomers.clear()
@@ -158,7 +172,9 @@ class Ranks:
             for rank in self.leader.missing_votes:
                 self._send(rank, self._told)
 
-        self._wait(lambda: self.leader.voted or bool(self._lost.intersection(self.leader.missing_votes)), deadline, again)
+        self._wait(
+            lambda: self.leader.voted or bool(self._lost.intersection(self.leader.missing_votes)), deadline, again
+        )
         with self._change:
             reasons = [f"rank {rank}: {reason}" for rank, reason in self.leader.refusals.items()]
             silent = [rank for rank in self.leader.missing_votes if rank not in self.leader.refusals]
@@ -186,7 +202,8 @@ class Ranks:
                 self._send(rank, finished)
         return finished
 
-    # ---- the other ranks -------------------------------------------------------------------------------------------------
+    # ---- the other ranks
+    # -------------------------------------------------------------------------------------------------
 
     def next_round(self, deadline: float) -> Round:
         """The round that rank 0 fixed. IncompleteVersion, naming rank 0, when it fixed none in time."""
@@ -218,5 +235,3 @@ class Ranks:
 
 def _list(ranks: Sequence[int]) -> str:
     return ", ".join(str(rank) for rank in ranks)
-
-

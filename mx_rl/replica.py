@@ -1,8 +1,8 @@
 """Ranks that switch together: the round's book at rank 0 and at the others. Pure: no I/O, no clock.
 
 idle -> staged -> shut (voted; holds are closed) -> decided -> installed, or tainted where the bytes may be mixed.
-A round's number is never used again. After a vote nothing may wait but for the decision; after a decision to commit every
-rank must install.
+A round's number is never used again. After a vote nothing may wait but for the decision; after a decision to commit
+every rank must install.
 """
 
 from __future__ import annotations

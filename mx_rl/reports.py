@@ -51,8 +51,8 @@ class Receipt:
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
     """What a sync did. ``kind``: "full", or "none" where nothing newer was there. Bytes are this rank's; ``seconds`` by
-    stage, ``pause`` (the time in which holds were shut) apart. ``served_by`` maps a source to its bytes, ``source`` is what
-    served most, ``refused`` maps a source to why it was not used."""
+    stage, ``pause`` (the time in which holds were shut) apart. ``served_by`` maps a source to its bytes, ``source`` is
+    what served most, ``refused`` maps a source to why it was not used."""
 
     version: int
     previous: int | None

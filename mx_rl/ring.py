@@ -42,8 +42,8 @@ class Ring:
 
     @torch.no_grad()
     def snapshot(self, slot: Slot, tensors: Mapping[str, tuple[Shard, ...]]) -> Source:
-        """Copy (and cast, as ``Tensor.to`` does) every box into the slot. The header says "nothing" before the first byte
-        changes, and is raised window by window after the bytes are there."""
+        """Copy (and cast, as ``Tensor.to`` does) every box into the slot. The header says "nothing" before the first
+        byte changes, and is raised window by window after the bytes are there."""
         header = self.served.arena.headers[slot.index]
         slot.key = None
         slot.generation = header.begin()

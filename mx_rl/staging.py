@@ -96,7 +96,8 @@ class Staging:
         for landing in (*self._quarantine, self.landing):
             landing.close()
 
-    # ---- plan ------------------------------------------------------------------------------------------------------------
+    # ---- plan
+    # ------------------------------------------------------------------------------------------------------------
 
     def _plan(self, record: VersionRecord, seats: ReplicaSeats | None) -> Plan:
         replica = seats.layouts if seats is not None else (self.layout.hash,)
@@ -121,7 +122,8 @@ class Staging:
                 raise VersionGone(f"the {what} {name} has left the registry with the rank that put it", version=None)
         return [found[name] for name in names]
 
-    # ---- move ------------------------------------------------------------------------------------------------------------
+    # ---- move
+    # ------------------------------------------------------------------------------------------------------------
 
     def _move(self, told: Round, record: VersionRecord, plan: Plan, deadline: float) -> Cargo:
         landing = self._landing_for(plan)
@@ -176,7 +178,8 @@ class Staging:
         except RegistryLost as exc:
             log.warning("policy %s: lost agents could not be reported: %s", self._member.policy, exc)
 
-    # ---- landings --------------------------------------------------------------------------------------------------------
+    # ---- landings
+    # --------------------------------------------------------------------------------------------------------
 
     def _open_landing(self, nbytes: int) -> Landing:
         role = f"{self._member.policy}-r{self._rank}"
@@ -205,5 +208,3 @@ def _retired(landing: Landing) -> bool:
         landing.close()
         return True
     return False
-
-

@@ -18,7 +18,8 @@ class Connection:
         self._registry = registry
 
     def status(self, policy: str, *, timeout: float = 30.0) -> dict[str, Any]:
-        """The state of one policy: floor, latest, epoch, world, seats, versions, replicas, leases. Raises RegistryLost."""
+        """The state of one policy: floor, latest, epoch, world, seats, versions, replicas, leases. Raises
+        RegistryLost."""
         return self._view(policy, timeout)
 
     def policies(self, *, timeout: float = 30.0) -> list[str]:
@@ -38,7 +39,9 @@ class Connection:
     def __enter__(self) -> Connection:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeVar
 
+from mx_rl.claim import name_ranks
 from mx_rl.config import Options
 from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, unique_name
 from mx_rl.errors import (
@@ -60,7 +61,8 @@ _TRANSIENT = (VersionGone, PeerLost, RegistryLost, VersionAborted)
 
 
 class Staged:
-    """A version that waits in the stage. ``install()`` switches to it, ``discard()`` gives it up; either ends the round."""
+    """A version that waits in the stage. ``install()`` switches to it, ``discard()`` gives it up; either ends the
+    round."""
 
     def __init__(self, subscriber: Subscriber, told: Round, cargo: Cargo) -> None:
         self.version = cargo.record.number
@@ -72,7 +74,8 @@ class Staged:
     def install(self, *, timeout: float = 60.0) -> SyncReport:
         """Switch to this version, all ranks of the replica or none. Waits for open holds and the other ranks' votes.
 
-        After ``timeout`` the old version runs on (HoldTimeout, IncompleteVersion). Tainted where live weights may be mixed.
+        After ``timeout`` the old version runs on (HoldTimeout, IncompleteVersion). Tainted where live weights may be
+        mixed.
         """
         return self._subscriber._install(self, time.monotonic() + timeout)
 
@@ -86,13 +89,15 @@ class Subscriber:
 
     The ranks of one ``replica`` (named where ``world_size`` > 1) switch versions together or not at all; each calls
     ``sync``, and rank 0's call fixes the target. ``sources``: whom to read from, in this order. ``strict``: names that
-    the publisher has and no rank of the replica takes are an error. ``allow_missing``: patterns of names that the publisher
-    may lack. ``verify`` is for digests, which this release has none of: windows are confirmed whatever it says. ``serve``: "stage" lets peers read the version installed last from the stage, "off" does not.
+    the publisher has and no rank of the replica takes are an error. ``allow_missing``: patterns of names that the
+    publisher
+    may lack. ``verify`` is for digests, which this release has none of: windows are confirmed whatever it says.
+    ``serve``: "stage" lets peers read the version installed last from the stage, "off" does not.
     ``before_install(old, new)`` and ``after_install(old, new)`` get version numbers and run with holds shut; after a
     round that was called off ``after_install(old, old)`` is called, so that what was stopped is started again.
 
-    The destination's dtype must be the wire's. Raises InvalidArgument, TensorUnavailable; SeatTaken where another living
-    process has this (replica, rank).
+    The destination's dtype must be the wire's. Raises InvalidArgument, TensorUnavailable; SeatTaken where another
+    living process has this (replica, rank).
     """
 
     def __init__(
@@ -159,16 +164,18 @@ class Subscriber:
             raise
         close_at_exit(self)
 
-    # ---- what users call -------------------------------------------------------------------------------------------------
+    # ---- what users call
+    # -------------------------------------------------------------------------------------------------
 
     def sync(self, at_least: int | None = None, exactly: int | None = None, *, timeout: float = 60.0) -> SyncReport:
         """Install the newest READY version (``at_least`` n, or ``exactly`` n) and return a SyncReport.
 
         Waits for the first version ever, or for ``at_least``; returns at once with kind "none" where nothing newer is
-        there. A read that raced or whose source died is retried on what is newest then. After ``timeout`` seconds the old
+        there. A read that raced or whose source died is retried on what is newest then. After ``timeout`` seconds the
+        old
         version runs on: NotReady (who has not committed), IncompleteVersion (which rank of the replica is missing),
-        PeerLost, VersionGone, HoldTimeout. Also LayoutMismatch and its kinds, before a byte moves; StaleVersion; Tainted
-        where live weights may be mixed, which the next sync heals.
+        PeerLost, VersionGone, HoldTimeout. Also LayoutMismatch and its kinds, before a byte moves; StaleVersion;
+        Tainted where live weights may be mixed, which the next sync heals.
         """
         deadline = time.monotonic() + timeout
 
@@ -233,19 +240,23 @@ class Subscriber:
     def __enter__(self) -> Subscriber:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
         seat = f"replica={self.replica!r}, rank={self.rank}/{self.world_size}"
         return f"Subscriber({self.policy!r}, {seat}, version={self.version})"
 
-    # ---- the replica -----------------------------------------------------------------------------------------------------
+    # ---- the replica
+    # -----------------------------------------------------------------------------------------------------
 
     @property
     def _parts(self) -> tuple[Staging, Ranks]:
         check_open(self._closed, f"Subscriber({self.policy!r})")
-        assert self._staging is not None and self._ranks is not None
+        assert self._staging is not None
+        assert self._ranks is not None
         return self._staging, self._ranks
 
     def _announce(self) -> None:
@@ -290,7 +301,7 @@ class Subscriber:
             if left <= 0:
                 missing = [rank for rank, agent in enumerate(seats.agents if seats else ()) if not agent]
                 raise IncompleteVersion(
-                    f"replica {self.replica!r}: rank(s) {', '.join(map(str, missing))} of {self.world_size} have not joined",
+                    f"replica {self.replica!r}: rank(s) {name_ranks(missing)} of {self.world_size} have not joined",
                     version=None,
                     missing=missing,
                 )
@@ -307,10 +318,12 @@ class Subscriber:
         if self.rank == 0 and self._record is not None:
             self._member.ask(self._acknowledgement("tainted" if self._taint else "installed", self._record.number))
 
-    # ---- stage -----------------------------------------------------------------------------------------------------------
+    # ---- stage
+    # -----------------------------------------------------------------------------------------------------------
 
     def _persist(self, attempt: Callable[[], T], exactly: int | None, deadline: float) -> T:
-        """Try again what may go well next time, until the deadline. An exact version that is gone does not come back."""
+        """Try again what may go well next time, until the deadline. An exact version that is gone does not come
+        back."""
         with self._busy:
             while True:
                 try:
@@ -379,7 +392,7 @@ class Subscriber:
         offered, mine = found.record.number, self.version
         if whole and mine is not None and offered < mine and exactly is None:
             raise StaleVersion(
-                f"policy {self.policy!r}: version {offered} was offered and {mine} is installed; a version never goes down",
+                f"policy {self.policy!r}: version {offered} was offered and {mine} is installed: it never goes down",
                 installed=mine,
                 offered=offered,
             )
@@ -393,7 +406,9 @@ class Subscriber:
         wanted = "a version"
         if exactly is not None or at_least is not None:
             wanted = f"version {exactly}" if exactly is not None else f"a version of at least {at_least}"
-        text = f"policy {self.policy!r}: {wanted} did not become READY in time; newest READY is {found.latest or 'none'}"
+        text = (
+            f"policy {self.policy!r}: {wanted} did not become READY in time; newest READY is {found.latest or 'none'}"
+        )
         if found.staging:
             text += f"; version {found.staging} waits for trainer rank(s) {', '.join(map(str, found.missing))}"
         if found.lost:
@@ -413,13 +428,16 @@ class Subscriber:
             seconds={"resolve": resolved, "pause": 0.0, "total": resolved},
         )
 
-    # ---- install ---------------------------------------------------------------------------------------------------------
+    # ---- install
+    # ---------------------------------------------------------------------------------------------------------
 
     def _install(self, staged: Staged, deadline: float) -> SyncReport:
         with self._busy:
             check_open(self._closed, f"Subscriber({self.policy!r})")
             if staged.over:
-                raise VersionAborted(f"version {staged.version} is staged no more", version=staged.version, reason="discarded")
+                raise VersionAborted(
+                    f"version {staged.version} is staged no more", version=staged.version, reason="discarded"
+                )
             begun = time.monotonic()
             previous = self.version
             try:
@@ -463,8 +481,8 @@ class Subscriber:
         if found is None:
             self._taint = "rank 0 did not tell its decision"
             raise Tainted(
-                f"rank {self.rank} of replica {self.replica!r} voted for version {staged.version} and could not learn the "
-                "decision; sync again to heal",
+                f"rank {self.rank} of replica {self.replica!r} voted for version {staged.version} and could not learn "
+                "the decision; sync again to heal",
                 reason=self._taint,
             )
         return found.commit, found.reason
@@ -530,7 +548,8 @@ class Subscriber:
         if self._open_stage is staged:
             self._open_stage = None
 
-    # ---- hooks and reports -----------------------------------------------------------------------------------------------
+    # ---- hooks and reports
+    # -----------------------------------------------------------------------------------------------
 
     def _call_before(self, previous: int | None, version: int, deadline: float) -> None:
         nap = 0.01

@@ -13,7 +13,8 @@ __all__ = ["Registry", "open_registry"]
 
 
 def open_registry(registry: Registry | str | None) -> Registry:
-    """A Registry from what users pass: an object, a URL, or None (``MXRL_REGISTRY``, else Ray where it is up, else memory).
+    """A Registry from what users pass: an object, a URL, or None (``MXRL_REGISTRY``, else Ray where it is up, else
+    memory).
 
     URLs: "ray", "ray://name", "memory". Raises InvalidArgument for others.
     """

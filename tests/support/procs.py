@@ -49,9 +49,12 @@ def _main(pipe: Connection, factory: Any, args: tuple[Any, ...], env: dict[str, 
 
 
 class Child:
-    """``factory(*args)`` lives in a process of its own; ``call`` runs a method there and returns or raises its outcome."""
+    """``factory(*args)`` lives in a process of its own; ``call`` runs a method there and returns or raises its
+    outcome."""
 
-    def __init__(self, factory: Any, *args: Any, env: dict[str, str] | None = None, start_timeout: float = 60.0) -> None:
+    def __init__(
+        self, factory: Any, *args: Any, env: dict[str, str] | None = None, start_timeout: float = 60.0
+    ) -> None:
         self._pipe, theirs = _context.Pipe()
         self.process = _context.Process(target=_main, args=(theirs, factory, args, env or {}), daemon=True)
         self.process.start()

@@ -1,4 +1,5 @@
-"""A MemoryRegistry that other processes can reach through a Unix socket: the registry of multi-process tests without Ray."""
+"""A MemoryRegistry that other processes can reach through a Unix socket: the registry of multi-process tests without
+Ray."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import threading
 import time
 
 from mx_rl.errors import RegistryLost
-from mx_rl.records import AnyCommand, Answer, decode, encode
+from mx_rl.records import Answer, AnyCommand, decode, encode
 from mx_rl.registry.base import Registry
 from mx_rl.registry.memory import MemoryRegistry
 
@@ -34,7 +35,8 @@ def _receive(sock: socket.socket) -> bytes:
 
 
 class RegistryServer:
-    """Serves ``registry`` at ``path``; ``replace`` swaps in an empty one, as a restart of the registry's process would."""
+    """Serves ``registry`` at ``path``; ``replace`` swaps in an empty one, as a restart of the registry's process
+    would."""
 
     def __init__(self, registry: MemoryRegistry | None = None) -> None:
         self.registry = registry or MemoryRegistry()
