@@ -315,7 +315,8 @@ class Publisher:
         if outcome.state == "staging":
             raise IncompleteVersion(
                 f"the previous version of policy {self.policy!r} is not complete: rank(s) "
-                f"{name_ranks(outcome.missing)} of {self.seat.world_size} have not committed it; no slot is free until they do or it is aborted",
+                f"{name_ranks(outcome.missing)} of {self.seat.world_size} have not committed it; no slot is free until "
+                "they do or it is aborted",
                 version=outcome.number or None,
                 missing=list(outcome.missing),
             )
