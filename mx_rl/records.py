@@ -123,11 +123,11 @@ class Claim(Command, kw_only=True):
     rank: int
     world_size: int
     incarnation: str
-    nonce: int
+    nonce: int  # random; in a re-assertion the nonce of ``epoch``
     start_after: int = 0
     held: VersionRecord | None = None  # re-assertion: newest READY version of mine
     epoch: int = 0  # re-assertion: the epoch I hold
-    base: int = 0
+    base: int = 0  # the last number told less its k
     k: int = 0  # how many publishes of that epoch I have begun
 
 
@@ -237,8 +237,12 @@ class Dead(Command, kw_only=True):
 
 
 class Leave(Command, kw_only=True):
+    """An incarnation closes: everything of it, or only its seat in ``replica`` or ``world`` where one is named."""
+
     incarnation: str
-    keep_sources: bool = False
+    keep_sources: bool = False  # its memory may still be read, for one lease
+    replica: str = ""
+    world: str = ""
 
 
 class View(Command, kw_only=True):
@@ -298,8 +302,8 @@ class Outcome(Result, kw_only=True):
     declared: bool = True
     latest: int = 0
     leased: tuple[int, ...] = ()  # older versions that are still leased: this set only shrinks
-    steps: dict[str, int | None] = {}
-    record: VersionRecord | None = None  # once READY
+    record: VersionRecord | None = None  # once READY: what a publisher re-asserts to a registry that forgot
+    steps: dict[str, int | None] = {}  # by rank: filled only where different (or missing) steps aborted it
 
 
 class Installs(Result, kw_only=True):
@@ -326,7 +330,7 @@ class Target(Result, kw_only=True):
     record: VersionRecord
     trainer: bool  # the record's own sources are alive
     holders: tuple[Holder, ...]  # complete peers with this replica's layouts, best first
-    lease_s: float
+    lease_s: float  # what is left of the lease; 0.0: none was granted, a slot may be reused at any time
     newer_lost: int = 0  # a newer READY version that no living source covers, or 0
 
 

@@ -324,6 +324,7 @@ class Subscriber:
     def _persist(self, attempt: Callable[[], T], exactly: int | None, deadline: float) -> T:
         """Try again what may go well next time, until the deadline. An exact version that is gone does not come
         back."""
+        nap = 0.01
         with self._busy:
             while True:
                 try:
@@ -332,6 +333,8 @@ class Subscriber:
                     if time.monotonic() >= deadline or (exactly is not None and isinstance(exc, VersionGone)):
                         raise
                     log.warning("policy %s replica %s: trying again: %s", self.policy, self.replica, exc)
+                    time.sleep(max(min(nap, deadline - time.monotonic()), 0))
+                    nap = min(nap * 2, 1.0)
 
     def _stage(self, at_least: int | None, exactly: int | None, deadline: float) -> Staged | SyncReport:
         staging, ranks = self._parts
