@@ -18,7 +18,7 @@ import torch
 from mx_rl.columns import Ints, Packer, Unpacker, expand, groups, ints, starts_of
 from mx_rl.errors import InvalidArgument, layout_mismatch
 from mx_rl.patterns import Patterns, find_patterns
-from mx_rl.table import ALIGN, DTYPE_CODES, DTYPE_NAMES, Boxes, Table, align, check, check_inside, within
+from mx_rl.table import ALIGN, DTYPE_CODES, DTYPE_NAMES, Boxes, Table, align, check, check_inside, widen, within
 from mx_rl.tensors import DTYPES, MAX_TENSOR_BYTES, Shard, matches, natural_key
 
 MAX_ARENA_BYTES = 1 << 60
@@ -218,8 +218,8 @@ class WorldLayout:
         tensor = np.concatenate([r[x.boxes.tensor[h]] for x, r, h in zip(layouts, rows, held, strict=True)])
         order = np.argsort(tensor, kind="stable")  # by tensor, then rank, then place in the arena
         pairs = list(zip(layouts, held, strict=True))
-        lo = np.concatenate([_widen(x.boxes.lo[h], width, 0) for x, h in pairs])[order]
-        size = np.concatenate([_widen(x.boxes.size[h], width, 1) for x, h in pairs])[order]
+        lo = np.concatenate([widen(x.boxes.lo[h], width, 0) for x, h in pairs])[order]
+        size = np.concatenate([widen(x.boxes.size[h], width, 1) for x, h in pairs])[order]
         offsets = np.concatenate([x.boxes.offset[h] for x, h in pairs])[order]
         rank = np.repeat(np.arange(len(layouts), dtype=np.int64), [len(h) for h in held])[order]
         pattern_of, patterns = find_patterns(table, np.bincount(tensor, minlength=len(table.names)), rank, lo, size)
@@ -384,7 +384,7 @@ def _agree(
     shapes: dict[int, str] = {}
     dtypes: dict[int, str] = {}
     for rank, (layout, row) in enumerate(zip(layouts, rows, strict=True)):
-        shape, ndim, dtype = _widen(layout.table.shape, width, 1), layout.table.ndim, layout.table.dtype
+        shape, ndim, dtype = widen(layout.table.shape, width, 1), layout.table.ndim, layout.table.dtype
         new = first[row] < 0
         table.shape[row[new]], table.ndim[row[new]], table.dtype[row[new]] = shape[new], ndim[new], dtype[new]
         first[row[new]] = rank
@@ -438,8 +438,3 @@ def _wire(dtype: torch.dtype | str) -> torch.dtype:
     if found is None or not found.is_floating_point:
         raise InvalidArgument(f"wire_dtype={dtype!r}: takes a floating-point torch dtype or its name")
     return found
-
-
-def _widen(rows: Ints, width: int, fill: int) -> Ints:
-    extra = width - rows.shape[1]
-    return np.pad(rows, ((0, 0), (0, extra)), constant_values=fill) if extra else rows

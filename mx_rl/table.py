@@ -114,3 +114,9 @@ def within(values: Ints, lo: int, hi: int) -> bool:
 def check_inside(shape: Ints, lo: Ints, size: Ints) -> None:
     inside = (lo >= 0) & (size >= 0) & (lo <= shape) & (size <= shape - lo)
     check(bool(inside.all()), "boxes")
+
+
+def widen(rows: Ints, width: int, fill: int) -> Ints:
+    """Add columns of ``fill`` up to ``width``."""
+    extra = width - rows.shape[1]
+    return np.pad(rows, ((0, 0), (0, extra)), constant_values=fill) if extra else rows
