@@ -33,7 +33,7 @@ from mx_rl.records import (
 from mx_rl.registry import Registry, open_registry
 from mx_rl.transport import make_transport
 from mx_rl.transport.base import Server, Transport
-from mx_rl.transport.place import this_place
+from mx_rl.transport.place import here
 
 log = logging.getLogger("mx_rl")
 
@@ -127,7 +127,7 @@ class Endpoint:
             nonce=nonce,
             transport=self.transport.name,
             release=self.transport.release,
-            place=this_place(),
+            place=here(),
             address=server.address,
             regions=arena.records(),
         )

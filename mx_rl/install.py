@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from mx_rl.errors import AliasConflict, InvalidArgument, layout_mismatch
-from mx_rl.plan import Plan
+from mx_rl.errors import InvalidArgument, layout_mismatch
+from mx_rl.plan import Piece, Plan
 from mx_rl.tensors import Shard
 
 
@@ -29,48 +29,50 @@ class Work:
 
 
 class Installer:
-    """Keeps the views of the stage between versions; targets are resolved anew each time."""
+    """Keeps the pieces of a plan and their views of the stage between versions; targets are resolved anew each time."""
 
     def __init__(self) -> None:
         self._key: tuple[int, int] | None = None
-        self._views: list[torch.Tensor] = []
+        self._pieces: list[tuple[Piece, torch.Tensor]] = []
 
     def prepare(self, plan: Plan, stage: torch.Tensor, targets: Mapping[str, tuple[Shard, ...]]) -> Work:
         """Everything that can be refused is refused here, before a live byte changes.
 
-        Raises AliasConflict where one storage would have to hold two different tensors; InvalidArgument where a
-        target's layout changed since the version was staged.
+        Raises AliasConflict where one storage would have to hold two different tensors; InvalidArgument where a target's
+        layout changed since the version was staged.
         """
         key = (id(plan), stage.data_ptr())
         if self._key != key:
-            self._views = [
-                stage[piece.offset : piece.offset + piece.nbytes].view(getattr(torch, piece.dtype)).view(piece.shape)
-                for piece in plan.pieces
-            ]
+            self._pieces = [(piece, _view(stage, piece)) for piece in plan.pieces]
             self._key = key
-        self._check_aliases(plan, stage)
+        self._check_aliases(plan)
         pairs = []
-        for piece, view in zip(plan.pieces, self._views, strict=True):
+        for piece, view in self._pieces:
             for place in piece.destinations:
                 shards = targets.get(place.name, ())
                 if place.box >= len(shards):
-                    raise InvalidArgument(f"{place.name} changed its layout while version was staged: sync again")
-                target = shards[place.box].tensor
-                for dim, (start, length) in enumerate(zip(place.start, piece.shape, strict=True)):
-                    if length != target.shape[dim]:
-                        target = target.narrow(dim, start, length)
-                pairs.append((view, target))
+                    raise InvalidArgument(f"{place.name} changed its layout while the version was staged: sync again")
+                pairs.append((view, _part(shards[place.box].tensor, place.start, piece.shape)))
         return Work(pairs)
 
-    def _check_aliases(self, plan: Plan, stage: torch.Tensor) -> None:
+    def _check_aliases(self, plan: Plan) -> None:
         lines = []
         for check in plan.alias_checks:
-            one, two = plan.pieces[check.first], plan.pieces[check.second]
-            if not torch.equal(
-                stage[one.offset : one.offset + one.nbytes], stage[two.offset : two.offset + two.nbytes]
-            ):
-                lines.append(f"{check.names[0]} and {check.names[1]} share storage here, and differ at the publisher")
+            left = _part(self._pieces[check.left][1], check.left_start, check.shape)
+            right = _part(self._pieces[check.right][1], check.right_start, check.shape)
+            if not torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)):
+                one, two = check.names
+                lines.append(f"{one} and {two} share storage here, and differ at the publisher")
         if lines:
-            error = layout_mismatch("install", "untie them here, or tie them at the publisher", aliases=lines)
-            assert isinstance(error, AliasConflict)
-            raise error
+            raise layout_mismatch("install", "untie them here, or tie them at the publisher", aliases=lines)
+
+
+def _view(stage: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return stage[piece.offset : piece.offset + piece.nbytes].view(getattr(torch, piece.dtype)).view(piece.shape)
+
+
+def _part(tensor: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    for dim, (begin, length) in enumerate(zip(start, shape, strict=True)):
+        if length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, begin, length)
+    return tensor
