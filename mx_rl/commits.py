@@ -74,7 +74,7 @@ class Commits:
         try:
             outcome = self._pending[key].result(timeout=max(deadline - time.monotonic(), 0))
         except FutureTimeout:
-            return Outcome(number=0, state="staging")
+            return known or Outcome(number=0, state="staging")
         except MxRLError:
             return self._outcomes[key]
         while outcome.state == "staging":
@@ -102,7 +102,7 @@ class Commits:
     def _run(self, key: Key, commit: Commit) -> Outcome:
         try:
             outcome = self._ask(key, commit)
-            if self._rank == 0 and outcome.state == "staging" and not outcome.declared:
+            if self._rank == 0 and outcome.state == "staging":
                 outcome = self._declare_world(key, commit)
             return outcome
         except MxRLError as exc:
@@ -131,7 +131,7 @@ class Commits:
         policy = self._member.policy
         while True:
             outcome = self._ask(key, Await(policy=policy, epoch=key[0], k=key[1], layouts_only=True, wait=_POLL_S))
-            if outcome.state != "staging" or outcome.declared:
+            if outcome.state != "staging" or (outcome.layouts and outcome.declared):
                 return outcome
             if self._closing:
                 raise Closed(f"closed while version {outcome.number} waited for rank(s) {name_ranks(outcome.missing)}")
