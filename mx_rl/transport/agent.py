@@ -185,15 +185,15 @@ def _calm_agent(api: Any, name: str) -> Any:
 
     class CalmConfig(bind.nixlAgentConfig):  # type: ignore[misc]
         @property
-        def pthrDelay(self) -> int:  # noqa: N802
+        def pthrDelay(self) -> int:
             return PROGRESS_US
 
         @pthrDelay.setter
-        def pthrDelay(self, _: int) -> None:  # noqa: N802
+        def pthrDelay(self, _: int) -> None:
             delay.__set__(self, PROGRESS_US)
 
     class CalmBindings:
-        nixlAgentConfig = CalmConfig  # noqa: N815
+        nixlAgentConfig = CalmConfig
 
         def __getattr__(self, key: str) -> Any:
             return getattr(bind, key)

@@ -206,7 +206,7 @@ class Service:
     def _table_part(self, reader: _Reader, piece: TablePart) -> None:
         parts = reader.parts.setdefault(piece.table, [])
         total = piece.parts * PART_BYTES
-        if piece.part != len(parts) or not 0 < piece.parts or total > MAX_TABLE_BYTES or len(piece.data) > PART_BYTES:
+        if piece.part != len(parts) or not piece.parts > 0 or total > MAX_TABLE_BYTES or len(piece.data) > PART_BYTES:
             raise CorruptRecord(f"part {piece.part} of {piece.parts} of table {piece.table}, after {len(parts)}")
         if len(reader.parts) > MAX_TABLES or len(reader.routes) >= MAX_TABLES:
             raise CorruptRecord(f"more than {MAX_TABLES} routes of one reader")
@@ -251,7 +251,7 @@ class Service:
         problem = ""
         if route is None:
             problem = f"no route {want.table}"
-        elif len(chosen) and not (0 <= int(chosen.min()) and int(chosen.max()) < len(route.needs)):
+        elif len(chosen) and not (int(chosen.min()) >= 0 and int(chosen.max()) < len(route.needs)):
             problem = f"windows {int(chosen.min())} to {int(chosen.max())} of {len(route.needs)}"
         elif flow is not None and (flow.route is not route or flow.generation != want.generation):
             problem = f"flow {want.flow} is another one"
