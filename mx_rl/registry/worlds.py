@@ -64,7 +64,14 @@ def fenced(policy: Policy, incarnation: str) -> Refused:
 
 
 def seat_of(epoch: Epoch) -> Seat:
-    return Seat(epoch=epoch.number, nonce=epoch.nonce, base=epoch.base, open=True, missing=(), rejoined=epoch.rejoined and not epoch.ready)
+    return Seat(
+        epoch=epoch.number,
+        nonce=epoch.nonce,
+        base=epoch.base,
+        open=True,
+        missing=(),
+        rejoined=epoch.rejoined and not epoch.ready,
+    )
 
 
 def unclaimed(policy: Policy, now: float) -> tuple[int, ...]:

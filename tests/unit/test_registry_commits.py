@@ -217,9 +217,7 @@ def test_ten_thousand_versions_leave_bounded_state_behind() -> None:
             lab.beat("a0", "r")
     policy = lab.state.policies[POLICY]
     assert policy.floor == 10_000
-    sizes = {
-        name: len(value)
-        for name in policy.__slots__
-        if isinstance(value := getattr(policy, name), dict)
-    } | {"rounds": len(policy.epoch.rounds) if policy.epoch else 0}
+    sizes = {name: len(value) for name in policy.__slots__ if isinstance(value := getattr(policy, name), dict)} | {
+        "rounds": len(policy.epoch.rounds) if policy.epoch else 0
+    }
     assert max(sizes.values()) <= 70, sizes

@@ -184,9 +184,7 @@ def test_dead_tainted_and_overwritten_holders_are_not_named() -> None:
 def test_a_death_reported_by_a_waiting_reader_is_not_reported_again_while_it_waits() -> None:
     lab = published("r", "peer")
     record = lab.install("peer")
-    waiting = Resolve(
-        policy=POLICY, replica="r", incarnation="r", installed=record.identity, dead=("peer",), wait=30.0
-    )
+    waiting = Resolve(policy=POLICY, replica="r", incarnation="r", installed=record.identity, dead=("peer",), wait=30.0)
     assert lab.poll(waiting, again=False) is None
     lab.beat("peer")
     assert lab.poll(waiting) is None
@@ -199,9 +197,7 @@ def test_a_lost_trainer_leaves_the_peers_and_nobody_else_leaves_version_gone() -
     lab.ask(Dead(policy=POLICY, agents=("a0",)))
     target = lab.resolve("new")
     assert not target.trainer and [holder.replica for holder in target.holders] == ["r0"]
-    refusal = lab.poll(
-        Resolve(policy=POLICY, replica="new", incarnation="new", dead=("r0",), wait=30.0), again=False
-    )
+    refusal = lab.poll(Resolve(policy=POLICY, replica="new", incarnation="new", dead=("r0",), wait=30.0), again=False)
     assert error(refusal) == "VersionGone" and refusal.fields["version"] == 1, "at once, not after 30 s"
 
 
