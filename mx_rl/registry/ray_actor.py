@@ -194,7 +194,8 @@ class RayRegistry(Registry):
 
         def send(actor: Any, remaining: float) -> Any:
             # Sent again late in its time, it must be answered, if only by "not yet", before the time is over.
-            left = max(min(command.wait - (time.monotonic() - began), remaining * 0.8), 0.0)
+            margin = min(1.0, remaining / 5)
+            left = max(min(command.wait - (time.monotonic() - began), remaining - margin), 0.0)
             data = encode(msgspec.structs.replace(command, wait=left))
             if command.wait > 0:
                 return actor.wait.options(concurrency_group="waits").remote(data)
