@@ -111,7 +111,7 @@ class Commits:
             commit, future = item
             try:
                 future.set_result(self._run((commit.epoch, commit.k), commit))
-            except BaseException as exc:  # it belongs to whoever asks for the outcome
+            except BaseException as exc:  # noqa: BLE001 - it belongs to whoever asks for the outcome
                 future.set_exception(exc)
 
     def _run(self, key: Key, commit: Commit) -> Outcome:
