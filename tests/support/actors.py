@@ -53,6 +53,13 @@ class TrainerRank:
         assert self.pub.wait(number, replicas=0, timeout=30).ready
         return number
 
+    def publish_many(self, count: int) -> int:
+        """Publish ``count`` versions, version n with all elements n; every rank of a world does as many."""
+        for _ in range(count):
+            epoch = self.pub._claimant.wait_open(time.monotonic() + 30)
+            self.publish(float((epoch.base + self.pub._k + 1) % 65536))
+        return self.pub.latest or 0
+
     def start_publishing(self, pause_s: float = 0.0) -> None:
         """Change all weights and publish, as fast as can be, on a thread: version n has all elements n."""
 
@@ -129,6 +136,18 @@ class RolloutRank:
             last = report.version
             torn += self.values() != {float(report.version % 65536)}
         return {"installed": installed, "torn": torn, "fell": fell, "retries": retries, "last": last}
+
+    def sync_many(self, count: int) -> dict[str, Any]:
+        """``sync_for``, by number of calls: the ranks of a replica must call equally often."""
+        torn, fell, last, kinds = 0, 0, 0, []
+        for _ in range(count):
+            report = self.sub.sync(timeout=30)
+            kinds.append(report.kind)
+            if report.kind != "none":
+                fell += report.version <= last
+                last = report.version
+                torn += self.values() != {float(report.version % 65536)}
+        return {"installed": kinds.count("full"), "torn": torn, "fell": fell, "last": last}
 
     def version(self) -> int | None:
         return self.sub.version
