@@ -115,7 +115,6 @@ class _Peer:
         self.moves = 0  # Moves that are not released
         self.outbox = Outbox()
         self.introduced = False
-        self.talked = False
 
 
 class NixlReceiver(Receiver):
@@ -177,6 +176,8 @@ class NixlReceiver(Receiver):
             if self._fence is None:
                 reads_ended = self._reads_ended()
                 self._fence = reads_ended and (self.desk.settled or not self._unfenced)
+                for peer in self._peers.values():
+                    self._bid_farewell(peer)
                 if reads_ended:
                     for moves in [*self._stage_moves, *(moves for _, moves, _ in self._leaving)]:
                         moves.discard()
@@ -248,11 +249,9 @@ class NixlReceiver(Receiver):
         with self.lock:
             if self._fence is not None:
                 return
-            if peer.links == 1 and peer.talked:
-                with contextlib.suppress(PeerLost):  # then there is nobody to tell
-                    self.send(peer, REQUEST, encode(Bye()))
-                peer.outbox, peer.introduced, peer.talked = Outbox(), False, False
             peer.links -= 1
+            if not peer.links:
+                self._bid_farewell(peer)
             self._part(peer)
 
     def _part(self, peer: _Peer) -> None:
@@ -261,8 +260,18 @@ class NixlReceiver(Receiver):
 
     def send(self, peer: _Peer, kind: bytes, body: bytes) -> None:
         with self.lock:
-            peer.talked = True
-            self.agent.notify(peer.name, peer.outbox.frame(kind, body))
+            frame = peer.outbox.frame
+            if not peer.introduced:
+                # Also before a mere message: the source could not tell otherwise whether its sender still lives.
+                peer.introduced = True
+                self.agent.notify(peer.name, frame(REQUEST, encode(Hello(metadata=self.metadata))))
+            self.agent.notify(peer.name, frame(kind, body))
+
+    def _bid_farewell(self, peer: _Peer) -> None:
+        if peer.introduced:
+            with contextlib.suppress(PeerLost):  # then there is nobody to tell
+                self.send(peer, REQUEST, encode(Bye()))
+            peer.outbox, peer.introduced = Outbox(), False
 
 
 class _Lines:
@@ -369,11 +378,7 @@ class NixlLink(Link):
         self.receiver.send(self.peer, USER, message)
 
     def request(self, request: Request) -> None:
-        with self.receiver.lock:
-            if not self.peer.introduced:
-                self.peer.introduced = True
-                self.receiver.send(self.peer, REQUEST, encode(Hello(metadata=self.receiver.metadata)))
-            self.receiver.send(self.peer, REQUEST, encode(request))
+        self.receiver.send(self.peer, REQUEST, encode(request))
 
     def route(self, region: int, windows: Windows) -> Route:
         block = self.record.regions[region]

@@ -47,8 +47,10 @@ MAX_READERS = 4096
 MAX_TABLES = 64
 MAX_FLOWS = 256
 MAX_WINDOWS = 1 << 22
-PROBE_S = 5.0
+PROBE_S = 2.0
 """How often a reader that asks for nothing is tried, so that one which died in silence is forgotten."""
+STRANGER_S = 60.0
+"""A sender that never said how to reach it is forgotten after so long without a word."""
 
 _log = logging.getLogger(__name__)
 
@@ -325,9 +327,10 @@ class Service:
                     self._agent.notify(reader.name, b"")
                 except MxRLError:
                     self._forget(reader)
+            elif not reader.known and time.monotonic() - reader.heard > STRANGER_S:
+                self._forget(reader)
 
     def _make_room(self) -> None:
-        """Of readers that only ever sent messages nothing tells whether they live: drop the one silent for longest."""
         if len(self._readers) >= MAX_READERS:
             oldest = min(self._readers.values(), key=lambda reader: (reader.known, reader.heard))
             _log.warning("%s has %d readers: %s is forgotten", self._agent.name, MAX_READERS, oldest.name)
