@@ -9,6 +9,7 @@ MxRLError
 |              VersionGone
 |              StartTimeout
 |              HoldTimeout
+|              CallTimeout
 |-- fix input: InvalidArgument
 |              TensorUnavailable
 |              NameCollision
@@ -92,6 +93,10 @@ class StartTimeout(MxRLError, TimeoutError):
 
 class HoldTimeout(MxRLError, TimeoutError):
     """An install waited for open holds in vain. Field: ``holds``."""
+
+
+class CallTimeout(MxRLError, TimeoutError):
+    """Actors were not done with a call in time; they go on with it. Fields: ``method``, ``missing``."""
 
 
 class InvalidArgument(MxRLError, ValueError):
