@@ -121,8 +121,10 @@ def _own_init(user_class: Any) -> Any:
 
 def check_method(owner: object, name: str) -> None:
     """Raises InvalidArgument unless ``name`` is a public method of the class or instance ``owner``."""
-    title = owner.__name__ if isinstance(owner, type) else type(owner).__name__
-    if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or name in _NOT_CALLED:
+    kind = owner if isinstance(owner, type) else type(owner)
+    title = kind.__name__
+    ours = issubclass(kind, Member) and name in _NOT_CALLED
+    if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or ours:
         raise InvalidArgument(f"{name!r} is not called by name: a public method of {title} is")
     if not callable(getattr(owner, name, None)):
         raise InvalidArgument(f"{title} has no method {name!r}")

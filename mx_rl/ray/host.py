@@ -287,6 +287,8 @@ def operate(worker: Any, kind: type[Host], operation: str, args: tuple[Any, ...]
     if host is None or host.worker is not worker:
         host = _adopted[kind] = kind()
         host.worker = worker
+    if operation == "end":
+        del _adopted[kind]
     return getattr(host, operation)(*args)
 
 

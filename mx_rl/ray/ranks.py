@@ -94,7 +94,7 @@ class Ranks:
     def end(self, *, timeout: float) -> None:
         """Close what the ranks opened, in at most ``timeout`` seconds, then kill the actors and give the resources
         back. Dead ranks cost no time. Idempotent."""
-        actors = self._close(timeout)
+        actors = self._close(timeout if self.locations else 0.0)  # what was never located has nothing to close
         for actor in actors:
             ray.kill(actor, no_restart=True)
         if actors:
