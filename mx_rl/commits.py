@@ -4,8 +4,10 @@ version."""
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
 import msgspec
@@ -34,7 +36,9 @@ class Commits:
         self.superseded: set[int] = set()  # epochs that ended because a rank was replaced
         self._member = member
         self._rank = rank
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mx-rl-commit")
+        # A daemon, unlike an executor's: a script that ends while another rank is awaited must not hang at exit.
+        self._queue: queue.SimpleQueue[tuple[Commit, Future[Outcome]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="mx-rl-commit", daemon=True).start()
         self._pending: dict[Key, Future[Outcome]] = {}
         self._outcomes: dict[Key, Outcome] = {}
         self._failure: MxRLError | None = None
@@ -42,7 +46,8 @@ class Commits:
 
     def submit(self, commit: Commit) -> None:
         key = (commit.epoch, commit.k)
-        self._pending[key] = self._thread.submit(self._run, key, commit)
+        future = self._pending[key] = Future()
+        self._queue.put((commit, future))
         for old in list(self._pending)[:-_KEPT]:
             del self._pending[old]
             self._outcomes.pop(old, None)
@@ -74,7 +79,9 @@ class Commits:
         try:
             outcome = self._pending[key].result(timeout=max(deadline - time.monotonic(), 0))
         except FutureTimeout:
-            return Outcome(number=0, state="staging")
+            if known is None:
+                return Outcome(number=0, state="staging")
+            outcome = self._ask(key, Await(policy=self._member.policy, epoch=key[0], k=key[1]))
         except MxRLError:
             return self._outcomes[key]
         while outcome.state == "staging":
@@ -94,15 +101,23 @@ class Commits:
             except (MxRLError, FutureTimeout) as exc:
                 log.warning("policy %s: closed with a version unfinished: %s", self._member.policy, exc)
         self._closing = True
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._queue.put(None)
 
     # ---- on the thread
     # -------------------------------------------------------------------------------------------------
 
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            commit, future = item
+            try:
+                future.set_result(self._run((commit.epoch, commit.k), commit))
+            except BaseException as exc:  # it belongs to whoever asks for the outcome
+                future.set_exception(exc)
+
     def _run(self, key: Key, commit: Commit) -> Outcome:
         try:
             outcome = self._ask(key, commit)
-            if self._rank == 0 and outcome.state == "staging" and not outcome.declared:
+            if self._rank == 0 and outcome.state == "staging":
                 outcome = self._declare_world(key, commit)
             return outcome
         except MxRLError as exc:
@@ -131,7 +146,7 @@ class Commits:
         policy = self._member.policy
         while True:
             outcome = self._ask(key, Await(policy=policy, epoch=key[0], k=key[1], layouts_only=True, wait=_POLL_S))
-            if outcome.state != "staging" or outcome.declared:
+            if outcome.state != "staging" or (outcome.layouts and outcome.declared):
                 return outcome
             if self._closing:
                 raise Closed(f"closed while version {outcome.number} waited for rank(s) {name_ranks(outcome.missing)}")

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 from mx_rl import errors
 from mx_rl.arena import Arena
 from mx_rl.config import Options
-from mx_rl.errors import Closed, InvalidArgument, MxRLError, PeerLost, RegistryLost
+from mx_rl.errors import Closed, Fenced, InvalidArgument, MxRLError, PeerLost, RegistryLost, SeatTaken
 from mx_rl.records import (
     AnyCommand,
     AnyResult,
@@ -245,6 +245,9 @@ class Member:
             if self._stale:
                 self._reassert()
                 self._stale = False
+        except (Fenced, SeatTaken) as exc:
+            log.warning("policy %s: %s", self.policy, exc)
+            self.endpoint.remove(self)
         except MxRLError as exc:
             log.warning("policy %s: beat of %s failed: %s", self.policy, self.incarnation, exc)
 

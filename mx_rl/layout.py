@@ -412,8 +412,8 @@ def _identity(shard: Shard) -> tuple[Any, ...]:
         tensor.shape,
         tensor.stride(),
         tensor.device,
-        shard.lo,
-        shard.global_shape,
+        shard.offset,
+        shard.shape,
     )
 
 

@@ -28,9 +28,12 @@ WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsd
 DTYPES: dict[str, torch.dtype] = {
     name: dtype
     for name, dtype in sorted({str(d).removeprefix("torch."): d for d in vars(torch).values()}.items())
-    if isinstance(dtype, torch.dtype) and not name.startswith(("q", "bits"))
+    if isinstance(dtype, torch.dtype) and not re.match(r"q|bits|u?int[1-7]$", name)
 }
-"""Every dtype that travels, by name. Quantised dtypes do not: their scale lies outside the bytes."""
+"""Every dtype that travels, by name. Quantised ones do not (their scale lies outside the bytes), nor those of less than
+a byte, which torch itself cannot copy: they travel as the integers that hold them."""
+
+_TRAVELLING = frozenset(DTYPES.values())
 
 Names: TypeAlias = "str | Sequence[str] | None"
 Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str] | Sequence[tuple[str, str]] | None"
@@ -55,6 +58,10 @@ class Shard:
         if not isinstance(self.tensor, Tensor):
             raise InvalidArgument(f"Shard takes a torch.Tensor, got {type(self.tensor).__name__}")
         box = tuple(self.tensor.shape)
+        if self.shape is None and self.offset is None and len(box) <= MAX_DIMS:
+            object.__setattr__(self, "shape", box)
+            object.__setattr__(self, "offset", (0,) * len(box))
+            return
         shape = box if self.shape is None else _ints("shape", self.shape)
         offset = (0,) * len(box) if self.offset is None else _ints("offset", self.offset)
         if not len(shape) == len(offset) == len(box) <= MAX_DIMS:
@@ -148,6 +155,7 @@ def resolve(tensors: Tensors) -> dict[str, tuple[Shard, ...]]:
     return resolved
 
 
+@lru_cache(maxsize=1 << 18)  # names are sorted again at every publish
 def natural_key(name: str) -> tuple[Any, ...]:
     """Sort key in which digits count as numbers: ``layers.2`` before ``layers.10``."""
     parts = re.split(r"([0-9]+)", name)
@@ -156,6 +164,7 @@ def natural_key(name: str) -> tuple[Any, ...]:
     return (*itertools.chain.from_iterable(zip(parts[::2], [*numbers, (-1, "")], strict=True)), name)
 
 
+@lru_cache(maxsize=1 << 18)
 def strip_wrappers(name: str) -> str:
     """Drop wrapper components anywhere but at the end: there it is the tensor's own name."""
     *path, leaf = name.split(".")
@@ -251,9 +260,9 @@ def _boxes_of(name: str, value: Any) -> tuple[Shard, ...]:
         tensor = box.tensor
         if tensor.layout != torch.strided or hasattr(type(tensor), "__tensor_flatten__"):
             raise InvalidArgument(f"{name!r} is a {type(tensor).__name__} without plain memory: give its inner tensors")
-        if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
+        if tensor.dtype not in _TRAVELLING:
             raise InvalidArgument(f"{name!r} has dtype {tensor.dtype}, which cannot travel")
-        if box.global_shape != boxes[0].global_shape or tensor.dtype != boxes[0].tensor.dtype:
+        if box is not boxes[0] and (box.shape, tensor.dtype) != (boxes[0].shape, boxes[0].tensor.dtype):
             raise ShapeMismatch(
                 f"the boxes of {name!r} disagree: {boxes[0].global_shape} {boxes[0].tensor.dtype} and"
                 f" {box.global_shape} {tensor.dtype}",
@@ -369,4 +378,6 @@ def _detach(box: Shard, detached: dict[int, Tensor]) -> Shard:
     tensor = detached.get(id(box.tensor))
     if tensor is None:
         tensor = detached[id(box.tensor)] = box.tensor.detach()
-    return Shard(tensor, shape=box.shape, offset=box.offset)
+    found = object.__new__(Shard)  # not Shard(...): the box was checked when it was made
+    found.__dict__.update(box.__dict__, tensor=tensor)
+    return found

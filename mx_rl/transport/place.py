@@ -33,7 +33,7 @@ def same_host(one: Place, other: Place) -> bool:
 
 def same_processes(one: Place, other: Place) -> bool:
     """Each can name the other by its pid: what a single shared-memory copy needs."""
-    return same_host(one, other) and one.pid_ns == other.pid_ns
+    return same_host(one, other) and one.pid_ns == other.pid_ns != ""
 
 
 def rdma_devices() -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Headers: one word, one store; blocks: aligned, touched, apart."""
 
 import ctypes
+import itertools
 
 from mx_rl.arena import CLOSED, HUGE_PAGE, Arena, unpack
 
@@ -33,7 +34,7 @@ def test_blocks_are_apart_aligned_and_inside_the_one_region():
     (region,) = arena.regions()
     assert region.address % HUGE_PAGE == 0
     records = arena.records()
-    for one, two in zip(records, records[1:], strict=False):
+    for one, two in itertools.pairwise(records):
         assert one.address + one.nbytes <= two.address
     for record, block in zip(records, arena.blocks, strict=True):
         assert record.address == block.data_ptr()
