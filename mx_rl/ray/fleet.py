@@ -28,7 +28,7 @@ from mx_rl.ray.wrapped import WrappedRanks
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-    from mx_rl.publisher import Version
+    from mx_rl.reports import Version
 
 _OURS = {"policy", "tensors", "registry", "replica", "rank", "world_size"}
 _CLOSE_S = 3 * END_S

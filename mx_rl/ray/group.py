@@ -21,7 +21,7 @@ from mx_rl.ray.wrapped import WrappedRanks
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-    from mx_rl.publisher import Receipt, Version
+    from mx_rl.reports import Receipt, Version
 
 _OURS = {"policy", "tensors", "registry", "rank", "world_size", "world"}
 

@@ -16,7 +16,7 @@ from mx_rl.ray.ranks import Ranks
 from mx_rl.ray.remote import Gathered
 
 if TYPE_CHECKING:
-    from mx_rl.subscriber import SyncReport
+    from mx_rl.reports import SyncReport
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mx_rl.subscriber import SyncReport
+    from mx_rl.reports import SyncReport
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from mx_rl.ray.replica import Replica, Round
 from mx_rl.ray.report import FleetReport
 
 if TYPE_CHECKING:
-    from mx_rl.subscriber import SyncReport
+    from mx_rl.reports import SyncReport
 
 _SLICE_S = 0.25
 _MARGIN_S = 2.0  # a rank raises at its own timeout; the answer then has to come back
