@@ -9,6 +9,7 @@ MxRLError
 |              VersionGone
 |              StartTimeout
 |              HoldTimeout
+|              Busy
 |-- fix input: InvalidArgument
 |              TensorUnavailable
 |              NameCollision
@@ -92,6 +93,10 @@ class StartTimeout(MxRLError, TimeoutError):
 
 class HoldTimeout(MxRLError, TimeoutError):
     """An install waited for open holds in vain. Field: ``holds``."""
+
+
+class Busy(MxRLError, RuntimeError):
+    """For a ``before_install`` hook to raise when the engine cannot stop yet: it is called again until the deadline."""
 
 
 class InvalidArgument(MxRLError, ValueError):
@@ -191,7 +196,8 @@ _KINDS: dict[str, type[LayoutMismatch]] = {
 
 
 def layout_mismatch(subject: str, advice: str = "", /, **problems: Iterable[str]) -> LayoutMismatch:
-    """One error for all problems of a layout: the kind's own class where there is only one kind, else ``LayoutMismatch``.
+    """One error for all problems of a layout: the kind's own class where there is only one kind, else
+    ``LayoutMismatch``.
 
     ``problems`` maps a key of ``LayoutMismatch`` to text lines; the message lists the first ten of each and the count.
     """

@@ -1,4 +1,5 @@
-"""What crosses a wire: typed, bounded, versioned records and the registry's commands (msgpack by msgspec, never pickle)."""
+"""What crosses a wire: typed, bounded, versioned records and the registry's commands (msgpack by msgspec, never
+pickle)."""
 
 from __future__ import annotations
 
@@ -115,17 +116,18 @@ class GetBlobs(Command, kw_only=True):
 
 
 class Claim(Command, kw_only=True):
-    """Take seat ``rank`` of ``world``. Answered with Seat once every seat is taken, or as it stands when ``wait`` is over."""
+    """Take seat ``rank`` of ``world``. Answered with Seat once every seat is taken, or as it stands when ``wait`` is
+    over."""
 
     world: str
     rank: int
     world_size: int
     incarnation: str
-    nonce: int
+    nonce: int  # random; in a re-assertion the nonce of ``epoch``
     start_after: int = 0
     held: VersionRecord | None = None  # re-assertion: newest READY version of mine
     epoch: int = 0  # re-assertion: the epoch I hold
-    base: int = 0
+    base: int = 0  # the last number told less its k
     k: int = 0  # how many publishes of that epoch I have begun
 
 
@@ -235,8 +237,12 @@ class Dead(Command, kw_only=True):
 
 
 class Leave(Command, kw_only=True):
+    """An incarnation closes: everything of it, or only its seat in ``replica`` or ``world`` where one is named."""
+
     incarnation: str
-    keep_sources: bool = False
+    keep_sources: bool = False  # its memory may still be read, for one lease
+    replica: str = ""
+    world: str = ""
 
 
 class View(Command, kw_only=True):
@@ -296,7 +302,8 @@ class Outcome(Result, kw_only=True):
     declared: bool = True
     latest: int = 0
     leased: tuple[int, ...] = ()  # older versions that are still leased: this set only shrinks
-    steps: dict[str, int | None] = {}
+    record: VersionRecord | None = None  # once READY: what a publisher re-asserts to a registry that forgot
+    steps: dict[str, int | None] = {}  # by rank: filled only where different (or missing) steps aborted it
 
 
 class Installs(Result, kw_only=True):
@@ -323,7 +330,7 @@ class Target(Result, kw_only=True):
     record: VersionRecord
     trainer: bool  # the record's own sources are alive
     holders: tuple[Holder, ...]  # complete peers with this replica's layouts, best first
-    lease_s: float
+    lease_s: float  # what is left of the lease; 0.0: none was granted, a slot may be reused at any time
     newer_lost: int = 0  # a newer READY version that no living source covers, or 0
 
 
@@ -348,9 +355,7 @@ class Refused(Result, kw_only=True):
     fields: dict[str, Any] = {}
 
 
-AnyResult = (
-    Ok | Blobs | Seat | Outcome | Installs | Free | ReplicaSeats | Target | Nothing | ViewOf | Refused
-)
+AnyResult = Ok | Blobs | Seat | Outcome | Installs | Free | ReplicaSeats | Target | Nothing | ViewOf | Refused
 
 
 class Answer(_Base, kw_only=True):
@@ -363,11 +368,19 @@ class Answer(_Base, kw_only=True):
     format: int = FORMAT
 
 
-# ---- messages between the ranks of a replica ---------------------------------------------------------------------------
+# ---- messages between the ranks of a replica
+# ---------------------------------------------------------------------------
 
 
 class RankMessage(_Base, kw_only=True, tag_field="m", tag=True):
     round: int
+
+
+class Hello(RankMessage, kw_only=True):
+    """A rank has started (again): rank 0 looks up the seats and makes the next round a full one."""
+
+    rank: int
+    agent: str
 
 
 class Round(RankMessage, kw_only=True):
@@ -394,6 +407,7 @@ class Installed(RankMessage, kw_only=True):
     rank: int
     agree: bool
     reason: str = ""
+    source: Source | None = None  # the stage that holds the version now, where this rank serves it
 
 
 class Finished(RankMessage, kw_only=True):
@@ -401,7 +415,7 @@ class Finished(RankMessage, kw_only=True):
     reason: str = ""
 
 
-AnyRankMessage = Round | Vote | Decision | Installed | Finished
+AnyRankMessage = Hello | Round | Vote | Decision | Installed | Finished
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
@@ -424,5 +438,7 @@ def decode(data: bytes, kind: type[Record] | Any, *, max_bytes: int = MAX_RECORD
         raise CorruptRecord(f"{len(data)} bytes are no valid record: {exc}") from exc
     found = getattr(record, "format", FORMAT)
     if found != FORMAT:
-        raise CorruptRecord(f"record format {found}, this release speaks {FORMAT}: upgrade the older side", format=found)
+        raise CorruptRecord(
+            f"record format {found}, this release speaks {FORMAT}: upgrade the older side", format=found
+        )
     return record

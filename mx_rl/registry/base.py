@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from mx_rl.records import AnyCommand, Answer
+from mx_rl.records import Answer, AnyCommand
 
 
 class Registry(ABC):
