@@ -9,6 +9,7 @@ MxRLError
 |              VersionGone
 |              StartTimeout
 |              HoldTimeout
+|              CallTimeout
 |              Busy
 |-- fix input: InvalidArgument
 |              TensorUnavailable
@@ -93,6 +94,10 @@ class StartTimeout(MxRLError, TimeoutError):
 
 class HoldTimeout(MxRLError, TimeoutError):
     """An install waited for open holds in vain. Field: ``holds``."""
+
+
+class CallTimeout(MxRLError, TimeoutError):
+    """Actors were not done with a call in time; they go on with it. Fields: ``method``, ``missing``."""
 
 
 class Busy(MxRLError, RuntimeError):
