@@ -129,6 +129,7 @@ class Claim(Command, kw_only=True):
     epoch: int = 0  # re-assertion: the epoch I hold
     base: int = 0  # the last number told less its k
     k: int = 0  # how many publishes of that epoch I have begun
+    rejoined: bool = False  # re-assertion: Seat.rejoined, while no version of that epoch has become READY
 
 
 class Commit(Command, kw_only=True):
@@ -288,7 +289,7 @@ class Seat(Result, kw_only=True):
     base: int  # the k-th publish (k from 1) of this epoch is version base + k, unless the floor jumps
     open: bool
     missing: tuple[int, ...]  # ranks that have not claimed
-    rejoined: bool = False  # opened by the loss of a rank: the first version needs ``step``
+    rejoined: bool = False  # opened by the loss of a rank, and nothing READY yet: the first version needs ``step``
 
 
 class Outcome(Result, kw_only=True):

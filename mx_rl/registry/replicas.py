@@ -169,6 +169,8 @@ def leave(policy: Policy, command: Leave, now: float) -> Ok:
     if member is None:
         return Ok()
     everything = not command.replica and not command.world
+    if member.lingers and command.keep_sources:
+        return Ok()  # said before: its last lease runs already
     for kind, name, rank in sorted(member.seats):
         if kind == "replica" and (everything or name == command.replica):
             _leave_replica(policy, policy.replicas[name], rank)
@@ -180,7 +182,7 @@ def leave(policy: Policy, command: Leave, now: float) -> Ok:
         member.seen = max(member.seen, now)
         if not command.keep_sources:
             del policy.members[incarnation]
-    policy.bump()
+        policy.bump()
     return Ok()
 
 
@@ -193,6 +195,7 @@ def _leave_replica(policy: Policy, replica: Replica, rank: int) -> None:
     if seat is not None:
         policy.unseat(seat.incarnation, ("replica", replica.name, rank))
     replica.seats[rank] = None
+    policy.bump()
 
 
 def _leave_world(policy: Policy, world: str, rank: int, incarnation: str, *, keep: bool) -> None:
@@ -203,6 +206,7 @@ def _leave_world(policy: Policy, world: str, rank: int, incarnation: str, *, kee
     if epoch is None or epoch.world != world or epoch.seats[rank] != incarnation:
         return
     epoch.seats[rank] = ""
+    policy.bump()
     epoch.superseded = epoch.superseded or f"rank {rank} of world {world!r} has closed"
     for item in epoch.staging().values():
         if not keep or rank not in item.commits:

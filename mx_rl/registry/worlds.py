@@ -64,7 +64,14 @@ def fenced(policy: Policy, incarnation: str) -> Refused:
 
 
 def seat_of(epoch: Epoch) -> Seat:
-    return Seat(epoch=epoch.number, nonce=epoch.nonce, base=epoch.base, open=True, missing=(), rejoined=epoch.rejoined)
+    return Seat(
+        epoch=epoch.number,
+        nonce=epoch.nonce,
+        base=epoch.base,
+        open=True,
+        missing=(),
+        rejoined=epoch.rejoined and not epoch.ready,
+    )
 
 
 def unclaimed(policy: Policy, now: float) -> tuple[int, ...]:
@@ -171,7 +178,8 @@ def _open(policy: Policy, world: World, now: float) -> None:
     asserted = {(item.epoch, item.nonce) for item in claims}
     number, nonce = next(iter(asserted)) if len(asserted) == 1 else (0, 0)
     if number and number >= policy.known_epoch and (old is None or old.number < number):
-        base, rejoined = max(item.base for item in claims), False  # a registry that forgot: nothing changes for them
+        base = max(item.base for item in claims)  # a registry that forgot: nothing changes for them
+        rejoined = any(item.rejoined for item in claims)
         policy.highest = max(policy.highest, base + max(item.k for item in claims))
     else:
         number = max(policy.known_epoch + 1, int(now * 1000))
@@ -188,7 +196,7 @@ def _open(policy: Policy, world: World, now: float) -> None:
             if incarnation and not (same_world and incarnation in seats):
                 fence(policy, old.world, rank, incarnation)
     policy.previous = old
-    begun = max(item.k for item in claims) if not rejoined else 0
+    begun = max(item.k for item in claims) if number in {item.epoch for item in claims} else 0
     policy.epoch = Epoch(number, nonce, world.name, seats, base, rejoined=rejoined, begun=begun)
     policy.epoch.ready = any(item.record.identity[:2] == (number, nonce) for item in policy.versions.values())
     policy.know_epoch(number, world.name)
