@@ -41,6 +41,8 @@ def main() -> int:
     from mx_rl.ray import RolloutFleet, TrainerGroup
 
     if "RAY_ADDRESS" not in os.environ:
+        # The actors inherit it: a thread that spins at a barrier steals the core that the others wait for.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         seats = settings.world_size + settings.replicas + 2  # the newcomer, and a replacement beside its predecessor
         ray.init(num_cpus=seats, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     task = Echo(settings.num_tokens) if settings.quick else Addition()
@@ -97,8 +99,8 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         seed=arguments.seed,
         world_size=arguments.world_size,
         replicas=arguments.replicas,
-        trainer_threads=max(1, cores // arguments.world_size),
-        rollout_threads=max(1, cores // arguments.replicas),
+        trainer_threads=1 if preset.quick else max(1, cores // arguments.world_size),
+        rollout_threads=1 if preset.quick else max(1, cores // arguments.replicas),
     )
 
 

@@ -40,7 +40,8 @@ def _convert(source: Path, target: Path) -> None:
     logging.disable_progress_bar()
     target.mkdir()
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
-    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    model.to(torch.bfloat16)
     save_model(model, str(target / "model.safetensors"))
     kept = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
     type(model.config).from_dict(kept).save_pretrained(target)

@@ -30,6 +30,7 @@ def draw(log: Log, path: Path) -> None:
             axes.axvline(step, color="tab:red", linestyle=":", linewidth=1)
         axes.legend(loc="upper left")
     for number, (step, text) in enumerate(log.events):
-        above.text(step, 0.04 + 0.08 * (number % 4), f" {text}", fontsize=7, color="tab:red")
+        side = "right" if step > log.total / 2 else "left"
+        above.text(step, 0.04 + 0.08 * (number % 4), f" {text} ", fontsize=7, color="tab:red", ha=side)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

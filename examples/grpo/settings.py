@@ -20,8 +20,8 @@ class Settings:
     """Tokens a completion, at most."""
     lr: float
     temperature: float = 1.0
-    clip: float = 0.2
-    """How far the probability of a token may move from what the rollout sampled it with, before its gradient stops."""
+    clip: float = 2.0
+    """The largest weight of a token whose probability has grown since the rollout sampled it."""
     autocast: bool = False
     """Multiply in bfloat16 while training; master weights and optimizer stay float32."""
     seed: int = 0
