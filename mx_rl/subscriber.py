@@ -25,6 +25,7 @@ from mx_rl.errors import (
     NotReady,
     PeerLost,
     RegistryLost,
+    StaleIncarnation,
     StaleVersion,
     Tainted,
     VersionAborted,
@@ -36,6 +37,7 @@ from mx_rl.layout import RankLayout
 from mx_rl.ranks import Ranks
 from mx_rl.records import (
     Ack,
+    AnyResult,
     Installed,
     Join,
     Nothing,
@@ -362,10 +364,10 @@ class Subscriber:
         record = self._record
         mine = record.number if record is not None else None
         whole = mine is not None and self._taint is None
-        content = whole and (at_least is None or mine >= at_least) and exactly in (None, mine)
+        content = whole and (mine or 0) >= (at_least or 0) and exactly in (None, mine)
         while True:
             left = deadline - time.monotonic()
-            found = self._member.ask(
+            found: AnyResult = self._member.ask(
                 Resolve(
                     policy=self.policy,
                     replica=self.replica,
@@ -522,7 +524,8 @@ class Subscriber:
     def _raise_called_off(self, version: int, reason: str) -> None:
         """A round that may go well next time is VersionAborted, which ``sync`` tries again; anything else is final."""
         text = f"version {version} was not installed on replica {self.replica!r}: {reason}"
-        transient = [kind.__name__ for kind in (*_TRANSIENT, *PeerLost.__subclasses__())]
+        kinds: tuple[type[MxRLError], ...] = (*_TRANSIENT, StaleIncarnation)
+        transient = [kind.__name__ for kind in kinds]
         if self.rank == 0 and not any(name in reason for name in transient):
             self._acknowledge("failed", version, reason)
             raise IncompleteVersion(text, version=version, missing=[])

@@ -25,7 +25,6 @@ from mx_rl.layout import RankLayout, WorldLayout
 from mx_rl.plan import make_plan
 from mx_rl.tensors import DTYPES, resolve, shards
 
-
 BODIES = {2: [], 3: [], 4: []}
 
 

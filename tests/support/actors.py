@@ -20,7 +20,13 @@ class TrainerRank:
     """Holds rows ``[first, last)`` of every global tensor; ``fill`` sets all elements to one value."""
 
     def __init__(
-        self, path: str, shapes: dict[str, tuple[int, ...]], rank: int = 0, world_size: int = 1, world: str = "w", **named: Any
+        self,
+        path: str,
+        shapes: dict[str, tuple[int, ...]],
+        rank: int = 0,
+        world_size: int = 1,
+        world: str = "w",
+        **named: Any,
     ) -> None:
         self.tensors: dict[str, Any] = {}
         for name, shape in shapes.items():
@@ -96,7 +102,13 @@ class RolloutRank:
     """Holds every tensor whole, or its part of dimension ``dim`` where it is one of several ranks."""
 
     def __init__(
-        self, path: str, shapes: dict[str, tuple[int, ...]], replica: str | None = None, rank: int = 0, ranks: int = 1, **named: Any
+        self,
+        path: str,
+        shapes: dict[str, tuple[int, ...]],
+        replica: str | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        **named: Any,
     ) -> None:
         self.tensors: dict[str, Any] = {}
         for name, shape in shapes.items():
@@ -105,7 +117,14 @@ class RolloutRank:
             self.tensors[name] = Shard(local, shape=shape, offset=(*[0] * (len(shape) - 1), rank * columns))
         opts = options(**named.pop("options", {}))
         self.sub = Subscriber(
-            "p", self.tensors, registry=SocketRegistry(path), replica=replica, rank=rank, world_size=ranks, options=opts, **named
+            "p",
+            self.tensors,
+            registry=SocketRegistry(path),
+            replica=replica,
+            rank=rank,
+            world_size=ranks,
+            options=opts,
+            **named,
         )
         self.replica = self.sub.replica
 

@@ -59,7 +59,9 @@ def digest(tensor: torch.Tensor) -> str:
 class FsdpRank:
     """One FSDP2 rank; ``mesh`` (2,) or (2, 2): with two dimensions the second one shards columns by tensor parallelism."""
 
-    def __init__(self, path: str, store: str, rank: int, world_size: int, mesh: tuple[int, ...], dims: tuple[int, ...]) -> None:
+    def __init__(
+        self, path: str, store: str, rank: int, world_size: int, mesh: tuple[int, ...], dims: tuple[int, ...]
+    ) -> None:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -80,7 +82,8 @@ class FsdpRank:
 
     def _distribute(self, mesh: Any, dims: tuple[int, ...]) -> None:
         """Every matrix on both mesh dimensions, by ``dims``: the first mesh dimension shards ``dims[0]`` and so on."""
-        from torch.distributed.tensor import Replicate, Shard as Placed, distribute_tensor
+        from torch.distributed.tensor import Replicate, distribute_tensor
+        from torch.distributed.tensor import Shard as Placed
 
         for module in self.model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
