@@ -12,6 +12,7 @@ from mx_rl.errors import IncompleteVersion, MxRLError, PeerLost
 from mx_rl.records import (
     AnyRankMessage,
     Decision,
+    EndpointRecord,
     Finished,
     Hello,
     Installed,
@@ -55,8 +56,8 @@ class Ranks:
         return self._served.name if self._served is not None else ""
 
     @property
-    def record(self) -> bytes:
-        return encode(self._served.record) if self._served is not None else b""
+    def record(self) -> EndpointRecord | None:
+        return self._served.record if self._served is not None else None
 
     # ---- both
     # ----------------------------------------------------------------------------------------------------------

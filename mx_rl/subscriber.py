@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from mx_rl.claim import name_ranks
 from mx_rl.config import Options
-from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, unique_name
+from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, seat_key, unique_name
 from mx_rl.errors import (
     Busy,
     CorruptRecord,
@@ -25,6 +25,7 @@ from mx_rl.errors import (
     NotReady,
     PeerLost,
     RegistryLost,
+    SeatTaken,
     StaleIncarnation,
     StaleVersion,
     Tainted,
@@ -48,6 +49,7 @@ from mx_rl.records import (
     Target,
     VersionRecord,
     Vote,
+    encode,
 )
 from mx_rl.registry import Registry
 from mx_rl.reports import SyncReport
@@ -264,25 +266,31 @@ class Subscriber:
     def _announce(self) -> None:
         staging, ranks = self._parts
         staging.announce()
-        if ranks.agent:
-            self._member.put(ranks.agent, ranks.record)
+        seat = staging.landing.served.record if staging.landing.served is not None else ranks.record
+        if ranks.record is not None:
+            self._member.put(ranks.agent, encode(ranks.record))
+        if seat is not None:
+            self._member.put(seat_key(self.incarnation), encode(seat))
 
     def _join(self, *, wait: float) -> ReplicaSeats:
         staging, ranks = self._parts
-        self._seats = self._member.ask(
-            Join(
-                policy=self.policy,
-                replica=self.replica,
-                rank=self.rank,
-                ranks=self.world_size,
-                incarnation=self.incarnation,
-                layout=staging.layout.hash,
-                endpoint=ranks.agent,
-                named=self._named,
-                wait=wait,
-            ),
-            ReplicaSeats,
+        command = Join(
+            policy=self.policy,
+            replica=self.replica,
+            rank=self.rank,
+            ranks=self.world_size,
+            incarnation=self.incarnation,
+            layout=staging.layout.hash,
+            endpoint=ranks.agent,
+            named=self._named,
+            wait=wait,
         )
+        try:
+            self._seats = self._member.ask(command, ReplicaSeats)
+        except SeatTaken as exc:
+            if not self._member.report_if_dead(exc.fields.get("holder", "")):
+                raise
+            self._seats = self._member.ask(command, ReplicaSeats)
         return self._seats
 
     def _meet(self, deadline: float) -> None:
@@ -316,6 +324,7 @@ class Subscriber:
         if self._closed or self._staging is None or self._ranks is None:
             return
         self._announce()
+        self._staging.reassert()
         self._join(wait=0.0)
         if self.rank == 0 and self._record is not None:
             self._member.ask(self._acknowledgement("tainted" if self._taint else "installed", self._record.number))

@@ -192,7 +192,8 @@ def _settle(policy: Policy, epoch: Epoch, k: int, item: Round) -> None:
     commits = dict(sorted(item.commits.items()))
     errors = [f"rank {rank}: {entry.error}" for rank, entry in commits.items() if entry.error is not None]
     if errors:
-        return abort(policy, epoch, k, "; ".join(errors[:10]))
+        abort(policy, epoch, k, "; ".join(errors[:10]))
+        return
     full = len(commits) == len(epoch.seats)
     steps = {rank: entry.step for rank, entry in commits.items()}
     given = {step for step in steps.values() if step is not None}
@@ -203,16 +204,18 @@ def _settle(policy: Policy, epoch: Epoch, k: int, item: Round) -> None:
             else ("a rank of this world was replaced, so that its first version needs step= on every rank")
         )
         listed = ", ".join(f"rank {rank}: {step}" for rank, step in list(steps.items())[:10])
-        return abort(
+        abort(
             policy, epoch, k, f"StepMismatch: {why} ({listed})", {str(rank): step for rank, step in steps.items()}
         )
+        return
     windows = {rank: entry.window_bytes for rank, entry in commits.items() if entry.source is not None}
     if len(set(windows.values())) > 1:
         listed = ", ".join(f"rank {rank}: {size}" for rank, size in list(windows.items())[:10])
-        return abort(policy, epoch, k, f"window_bytes must be equal on all ranks ({listed})")
+        abort(policy, epoch, k, f"window_bytes must be equal on all ranks ({listed})")
+        return
     layouts = _layouts(epoch, item)
     if not full or layouts not in policy.declared:
-        return None
+        return
     for older in sorted(other for other in epoch.staging() if other < k):
         abort(policy, epoch, older, f"publish {k} of this epoch became READY first")
     if epoch.base + k <= policy.floor:
