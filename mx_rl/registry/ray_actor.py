@@ -94,7 +94,7 @@ class RegistryActor:
         from ray.experimental import internal_kv
 
         with self._lock:
-            forgotten = self._state.forget(policy)
+            forgotten = self._state.forget(policy, time.time())
             if forgotten:
                 internal_kv._internal_kv_del(self._prefix + policy.encode(), namespace=KV_NAMESPACE)
         return forgotten

@@ -43,7 +43,7 @@ def ray_up() -> Iterator[None]:
     ray = pytest.importorskip("ray")
     mine = not ray.is_initialized()
     if mine:
-        ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": ROOT}})
+        ray.init(address="local", num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": ROOT}})
     yield
     if mine:
         ray.shutdown()
