@@ -9,6 +9,8 @@ MxRLError
 |              VersionGone
 |              StartTimeout
 |              HoldTimeout
+|              CallTimeout
+|              Busy
 |-- fix input: InvalidArgument
 |              TensorUnavailable
 |              NameCollision
@@ -92,6 +94,14 @@ class StartTimeout(MxRLError, TimeoutError):
 
 class HoldTimeout(MxRLError, TimeoutError):
     """An install waited for open holds in vain. Field: ``holds``."""
+
+
+class CallTimeout(MxRLError, TimeoutError):
+    """Actors were not done with a call in time; they go on with it. Fields: ``method``, ``missing``."""
+
+
+class Busy(MxRLError, RuntimeError):
+    """For a ``before_install`` hook to raise when the engine cannot stop yet: it is called again until the deadline."""
 
 
 class InvalidArgument(MxRLError, ValueError):
@@ -191,7 +201,8 @@ _KINDS: dict[str, type[LayoutMismatch]] = {
 
 
 def layout_mismatch(subject: str, advice: str = "", /, **problems: Iterable[str]) -> LayoutMismatch:
-    """One error for all problems of a layout: the kind's own class where there is only one kind, else ``LayoutMismatch``.
+    """One error for all problems of a layout: the kind's own class where there is only one kind, else
+    ``LayoutMismatch``.
 
     ``problems`` maps a key of ``LayoutMismatch`` to text lines; the message lists the first ten of each and the count.
     """

@@ -1,4 +1,5 @@
-"""What crosses a wire: typed, bounded, versioned records and the registry's commands (msgpack by msgspec, never pickle)."""
+"""What crosses a wire: typed, bounded, versioned records and the registry's commands (msgpack by msgspec, never
+pickle)."""
 
 from __future__ import annotations
 
@@ -115,7 +116,8 @@ class GetBlobs(Command, kw_only=True):
 
 
 class Claim(Command, kw_only=True):
-    """Take seat ``rank`` of ``world``. Answered with Seat once every seat is taken, or as it stands when ``wait`` is over."""
+    """Take seat ``rank`` of ``world``. Answered with Seat once every seat is taken, or as it stands when ``wait`` is
+    over."""
 
     world: str
     rank: int
@@ -354,9 +356,7 @@ class Refused(Result, kw_only=True):
     fields: dict[str, Any] = {}
 
 
-AnyResult = (
-    Ok | Blobs | Seat | Outcome | Installs | Free | ReplicaSeats | Target | Nothing | ViewOf | Refused
-)
+AnyResult = Ok | Blobs | Seat | Outcome | Installs | Free | ReplicaSeats | Target | Nothing | ViewOf | Refused
 
 
 class Answer(_Base, kw_only=True):
@@ -369,11 +369,19 @@ class Answer(_Base, kw_only=True):
     format: int = FORMAT
 
 
-# ---- messages between the ranks of a replica ---------------------------------------------------------------------------
+# ---- messages between the ranks of a replica
+# ---------------------------------------------------------------------------
 
 
 class RankMessage(_Base, kw_only=True, tag_field="m", tag=True):
     round: int
+
+
+class Hello(RankMessage, kw_only=True):
+    """A rank has started (again): rank 0 looks up the seats and makes the next round a full one."""
+
+    rank: int
+    agent: str
 
 
 class Round(RankMessage, kw_only=True):
@@ -400,6 +408,7 @@ class Installed(RankMessage, kw_only=True):
     rank: int
     agree: bool
     reason: str = ""
+    source: Source | None = None  # the stage that holds the version now, where this rank serves it
 
 
 class Finished(RankMessage, kw_only=True):
@@ -407,7 +416,7 @@ class Finished(RankMessage, kw_only=True):
     reason: str = ""
 
 
-AnyRankMessage = Round | Vote | Decision | Installed | Finished
+AnyRankMessage = Hello | Round | Vote | Decision | Installed | Finished
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
@@ -430,5 +439,7 @@ def decode(data: bytes, kind: type[Record] | Any, *, max_bytes: int = MAX_RECORD
         raise CorruptRecord(f"{len(data)} bytes are no valid record: {exc}") from exc
     found = getattr(record, "format", FORMAT)
     if found != FORMAT:
-        raise CorruptRecord(f"record format {found}, this release speaks {FORMAT}: upgrade the older side", format=found)
+        raise CorruptRecord(
+            f"record format {found}, this release speaks {FORMAT}: upgrade the older side", format=found
+        )
     return record

@@ -13,7 +13,8 @@ EMPTY_SHARE = Source(agent="", region=0, generation=0)
 
 
 def commit(policy: Policy, command: Commit, now: float, *, final: bool) -> Outcome | Refused | None:
-    """First word wins: a commit is keyed by (epoch, k, rank), and repeating one changes nothing."""
+    """First word wins: a commit is keyed by (epoch, k, rank), and repeating one changes nothing; but a rank that has
+    committed may still give the version up while it is staging."""
     epoch = _epoch_of(policy, command.epoch, command.nonce, command.incarnation, command.rank, now)
     if isinstance(epoch, Refused):
         return epoch
@@ -24,7 +25,7 @@ def commit(policy: Policy, command: Commit, now: float, *, final: bool) -> Outco
         if command.k < 1:
             return refused(InvalidArgument, f"policy {policy.name!r}: publishes count from 1, got {command.k}")
         item = _begin(policy, epoch, command.k)
-    if item.state == "staging" and command.rank not in item.commits:
+    if item.state == "staging" and (command.rank not in item.commits or command.error is not None):
         if len(command.metadata or b"") > MAX_METADATA_BYTES:
             size = len(command.metadata or b"")
             return refused(InvalidArgument, f"metadata of {size} bytes: at most {MAX_METADATA_BYTES} (64 KiB) of JSON")

@@ -1,0 +1,113 @@
+"""A publisher's seat in its world: claimed, opened when all ranks have come, told again when the registry forgot."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from mx_rl.endpoint import Member, unique_name
+from mx_rl.errors import IncompleteVersion, PeerLost, SeatTaken
+from mx_rl.records import Claim, Dead, EndpointRecord, Seat, VersionRecord, decode
+from mx_rl.seat import WorldSeat
+
+log = logging.getLogger("mx_rl")
+
+_POLL_S = 10.0
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    text = ", ".join(str(rank) for rank in list(ranks)[:16])
+    return text + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+
+
+def seat_key(incarnation: str) -> str:
+    """Blob under which a seat's holder can be found on the data plane by who wants the seat."""
+    return f"seat:{incarnation}"
+
+
+class Claimant:
+    """``epoch`` is the epoch that this rank holds a seat in, or None; it may not be open yet."""
+
+    def __init__(self, member: Member, seat: WorldSeat, nonce: int, start_after: int) -> None:
+        self.epoch: Seat | None = None
+        self._member = member
+        self._seat = seat
+        self._nonce = nonce
+        self._start_after = start_after
+
+    @property
+    def open_epoch(self) -> Seat | None:
+        return self.epoch if self.epoch is not None and self.epoch.open else None
+
+    def wait_open(self, deadline: float) -> Seat:
+        """Claim until every rank has. Raises IncompleteVersion with who is missing, Fenced, SeatTaken, RegistryLost."""
+        while self.open_epoch is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                missing = self.epoch.missing if self.epoch else ()
+                raise IncompleteVersion(
+                    f"world {self._seat.world!r} of policy {self._member.policy!r} is not complete: rank(s) "
+                    f"{name_ranks(missing)} of {self._seat.world_size} have no Publisher yet",
+                    version=None,
+                    missing=list(missing),
+                )
+            self.claim(wait=min(left, _POLL_S))
+        assert self.epoch is not None
+        return self.epoch
+
+    def claim(self, *, wait: float) -> None:
+        command = self._command(wait=wait)
+        try:
+            self.epoch = self._member.ask(command, Seat)
+        except SeatTaken as exc:
+            if not self._report_if_dead(exc.fields.get("holder", "")):
+                raise
+            self.epoch = self._member.ask(command, Seat)
+
+    def superseded(self, epoch: int) -> None:
+        """A rank of that epoch was replaced: this one claims again at its next publish."""
+        if self.epoch is not None and self.epoch.epoch == epoch:
+            self.epoch = None
+
+    def reassert(self, held: VersionRecord | None, k: int) -> None:
+        self._member.ask(self._command(held=held, k=k), Seat)
+
+    def _command(self, *, wait: float = 0.0, held: VersionRecord | None = None, k: int = 0) -> Claim:
+        epoch = self.open_epoch
+        return Claim(
+            policy=self._member.policy,
+            world=self._seat.world,
+            rank=self._seat.rank,
+            world_size=self._seat.world_size,
+            incarnation=self._member.incarnation,
+            nonce=epoch.nonce if epoch else self._nonce,
+            start_after=self._start_after,
+            held=held,
+            epoch=epoch.epoch if epoch else 0,
+            base=epoch.base if epoch else 0,
+            k=k,
+            wait=wait,
+        )
+
+    def _report_if_dead(self, holder: str) -> bool:
+        """Ask the seat's holder on the data plane itself: a lease may outlive its process by half a minute."""
+        key = seat_key(holder)
+        data = self._member.blobs([key]).get(key)
+        if data is None:
+            return False
+        record: EndpointRecord = decode(data, EndpointRecord)
+        probe = self._member.endpoint.transport.receive(unique_name(f"{self._member.policy}-probe"), [])
+        try:
+            link = probe.connect(record)
+            link.header(0, timeout=2.0)
+            link.close()
+            return False
+        except PeerLost as exc:
+            log.warning(
+                "policy %s: the holder of seat %d is gone (%s): taking it", self._member.policy, self._seat.rank, exc
+            )
+            self._member.ask(Dead(policy=self._member.policy, agents=(holder, record.agent)))
+            return True
+        finally:
+            probe.close()

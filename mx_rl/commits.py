@@ -1,0 +1,186 @@
+"""The second half of a publish, on a thread of its own: commit, rank 0's world layout, and what became of each
+version."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+
+import msgspec
+
+from mx_rl.claim import name_ranks
+from mx_rl.endpoint import Member
+from mx_rl.errors import Closed, Fenced, IncompleteVersion, MxRLError, PeerLost, SeatTaken, StepMismatch, VersionAborted
+from mx_rl.layout import RankLayout, WorldLayout
+from mx_rl.records import Await, Commit, Declare, Outcome, VersionRecord
+
+log = logging.getLogger("mx_rl")
+
+Key = tuple[int, int]
+"""(epoch, k): the k-th publish of an epoch, counted from 1."""
+
+_POLL_S = 10.0
+_KEPT = 64
+
+
+class Commits:
+    """Commits in the order of publishing. ``newest`` is the newest READY version that this rank knows of."""
+
+    def __init__(self, member: Member, rank: int) -> None:
+        self.newest: Key | None = None
+        self.held: VersionRecord | None = None
+        self.superseded: set[int] = set()  # epochs that ended because a rank was replaced
+        self._member = member
+        self._rank = rank
+        # A daemon, unlike an executor's: a script that ends while another rank is awaited must not hang at exit.
+        self._queue: queue.SimpleQueue[tuple[Commit, Future[Outcome]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="mx-rl-commit", daemon=True).start()
+        self._pending: dict[Key, Future[Outcome]] = {}
+        self._outcomes: dict[Key, Outcome] = {}
+        self._failure: MxRLError | None = None
+        self._closing = False
+
+    def submit(self, commit: Commit) -> None:
+        key = (commit.epoch, commit.k)
+        future = self._pending[key] = Future()
+        self._queue.put((commit, future))
+        for old in list(self._pending)[:-_KEPT]:
+            del self._pending[old]
+            self._outcomes.pop(old, None)
+
+    def outcome(self, key: Key) -> Outcome | None:
+        return self._outcomes.get(key)
+
+    def is_past(self, key: Key) -> bool:
+        """It can never again be the newest READY version."""
+        outcome = self._outcomes.get(key)
+        if outcome is None:
+            return key not in self._pending
+        return outcome.state == "aborted" or (outcome.state == "ready" and key != self.newest)
+
+    def raise_failure(self) -> None:
+        """What a former commit failed with, once; Fenced and SeatTaken for good."""
+        failure = self._failure
+        if failure is None:
+            return
+        if not isinstance(failure, (Fenced, SeatTaken)):
+            self._failure = None
+        raise failure
+
+    def settle(self, key: Key, deadline: float) -> Outcome:
+        """What became of a version, as far as known at the deadline (its state may still be "staging")."""
+        known = self._outcomes.get(key)
+        if known is not None and known.state != "staging":
+            return known
+        try:
+            outcome = self._pending[key].result(timeout=max(deadline - time.monotonic(), 0))
+        except FutureTimeout:
+            if known is None:
+                return Outcome(number=0, state="staging")
+            outcome = self._ask(key, Await(policy=self._member.policy, epoch=key[0], k=key[1]))
+        except MxRLError:
+            return self._outcomes[key]
+        while outcome.state == "staging":
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            outcome = self._ask(key, Await(policy=self._member.policy, epoch=key[0], k=key[1], wait=min(left, _POLL_S)))
+        return outcome
+
+    def close(self, deadline: float) -> None:
+        """Finish what was begun, as far as the deadline allows."""
+        waiting = [future for future in self._pending.values() if not future.done()]
+        for future in waiting:
+            self._closing = time.monotonic() >= deadline
+            try:
+                future.result(timeout=max(deadline - time.monotonic(), 0.01))
+            except (MxRLError, FutureTimeout) as exc:
+                log.warning("policy %s: closed with a version unfinished: %s", self._member.policy, exc)
+        self._closing = True
+        self._queue.put(None)
+
+    # ---- on the thread
+    # -------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            commit, future = item
+            try:
+                future.set_result(self._run((commit.epoch, commit.k), commit))
+            except BaseException as exc:  # noqa: BLE001 - it belongs to whoever asks for the outcome
+                future.set_exception(exc)
+
+    def _run(self, key: Key, commit: Commit) -> Outcome:
+        try:
+            outcome = self._ask(key, commit)
+            if self._rank == 0 and outcome.state == "staging":
+                outcome = self._declare_world(key, commit)
+            return outcome
+        except MxRLError as exc:
+            if commit.error is None:
+                self._failure = exc
+            self._outcomes[key] = Outcome(number=0, state="aborted", reason=str(exc))
+            raise
+
+    def _ask(self, key: Key, command: Commit | Await) -> Outcome:
+        try:
+            outcome = self._member.ask(command, Outcome)
+        except IncompleteVersion as exc:
+            log.warning("policy %s: %s", self._member.policy, exc)
+            self.superseded.add(key[0])
+            outcome = Outcome(number=0, state="aborted", reason=str(exc))
+        self._outcomes[key] = outcome
+        if outcome.state == "ready" and (self.newest is None or key >= self.newest):
+            self.newest = key
+            self.held = outcome.record or self.held
+        if outcome.state == "aborted" and outcome.steps:
+            self._failure = aborted(outcome)
+        return outcome
+
+    def _declare_world(self, key: Key, commit: Commit) -> Outcome:
+        """Rank 0: join the layouts of all ranks into one, check that they cover every tensor, and store it."""
+        policy = self._member.policy
+        while True:
+            outcome = self._ask(key, Await(policy=policy, epoch=key[0], k=key[1], layouts_only=True, wait=_POLL_S))
+            if outcome.state != "staging" or (outcome.layouts and outcome.declared):
+                return outcome
+            if self._closing:
+                raise Closed(f"closed while version {outcome.number} waited for rank(s) {name_ranks(outcome.missing)}")
+            if not outcome.layouts:
+                continue
+            try:
+                world = self._merge(outcome.layouts)
+            except MxRLError as exc:
+                self._ask(key, msgspec.structs.replace(commit, error=f"{type(exc).__name__}: {exc}"[:4096]))
+                raise
+            self._member.put(world.hash, world.encode())
+            self._member.ask(
+                Declare(
+                    policy=policy,
+                    epoch=key[0],
+                    nonce=commit.nonce,
+                    incarnation=commit.incarnation,
+                    layouts=outcome.layouts,
+                    world_layout=world.hash,
+                )
+            )
+            return self._ask(key, Await(policy=policy, epoch=key[0], k=key[1]))
+
+    def _merge(self, hashes: tuple[str, ...]) -> WorldLayout:
+        blobs = self._member.blobs(sorted(set(hashes)))
+        lost = [rank for rank, name in enumerate(hashes) if name not in blobs]
+        if lost:
+            raise PeerLost(f"the layouts of rank(s) {name_ranks(lost)} have left the registry", peer=name_ranks(lost))
+        layouts = {name: RankLayout.decode(blobs[name]) for name in set(hashes)}
+        return WorldLayout.merge([layouts[name] for name in hashes])
+
+
+def aborted(outcome: Outcome) -> MxRLError:
+    text = f"version {outcome.number} was aborted: {outcome.reason}"
+    if outcome.steps:
+        return StepMismatch(text, version=outcome.number, steps=dict(outcome.steps))
+    return VersionAborted(text, version=outcome.number, reason=outcome.reason)

@@ -1,0 +1,272 @@
+"""Move one version's windows into a stage from several sources, taking over at the confirmed window when one fails."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mx_rl.errors import InvalidArgument, MxRLError, PeerLost, VersionGone
+from mx_rl.landing import Landing
+from mx_rl.plan import Part, Plan
+from mx_rl.records import EndpointRecord, Holder, Source, VersionRecord
+from mx_rl.transport.base import Flow, Windows
+
+log = logging.getLogger("mx_rl")
+
+_NAP_S = (0.00005, 0.001)
+
+
+@dataclass(frozen=True)
+class Supplier:
+    """One source and the windows of the stage that it can fill. ``part`` None: a peer, whose stage equals ours."""
+
+    label: str
+    source: Source
+    first: int
+    last: int  # exclusive
+    part: Part | None
+
+    @property
+    def windows(self) -> range:
+        return range(self.first, self.last)
+
+
+def suppliers(
+    plan: Plan, record: VersionRecord, holders: Sequence[Holder], rank: int, kinds: Sequence[str]
+) -> list[Supplier]:
+    """Who can fill which windows, in the order of ``kinds`` ("peer", "trainer")."""
+    total = len(plan.window_bounds)
+    found: list[Supplier] = []
+    for kind in kinds:
+        if kind == "peer":
+            found += [Supplier(f"peer:{holder.replica}", holder.sources[rank], 0, total, None) for holder in holders]
+        elif kind == "trainer":
+            found += [
+                Supplier(f"trainer:{part.rank}", record.sources[part.rank], part.windows.start, part.windows.stop, part)
+                for part in plan.parts
+            ]
+    return found
+
+
+@dataclass
+class Progress:
+    """What is confirmed of one version in one landing; survives a stalled attempt, so that the next one goes on."""
+
+    identity: tuple[int, int, int]
+    order: str
+    landing: Landing
+    confirmed: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Haul:
+    """What a fetch moved, for the report."""
+
+    served_by: Counter[str] = field(default_factory=Counter)
+    refused: dict[str, str] = field(default_factory=dict)
+    lanes: Counter[str] = field(default_factory=Counter)
+    dead: list[str] = field(default_factory=list)
+    retries: int = 0
+
+
+class Fetch:
+    """One attempt. ``replace`` gives a fresh landing when bytes may still arrive late in the present one."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        progress: Progress,
+        found: Sequence[Supplier],
+        *,
+        haul: Haul,
+        lookup: Callable[[str], EndpointRecord],
+        replace: Callable[[Landing], Landing],
+        stall_s: float,
+    ) -> None:
+        self._plan = plan
+        self._progress = progress
+        self._suppliers = list(found)
+        self._haul = haul
+        self._lookup = lookup
+        self._replace = replace
+        self._stall_s = stall_s
+        self._flows: dict[Supplier, Flow] = {}
+        self._assigned: dict[Supplier, set[int]] = {}  # windows that this supplier has been given and not confirmed
+        self._moved_at: dict[Supplier, float] = {}
+        self._prefix = 0
+
+    def run(self, deadline: float) -> None:
+        """Return when every window is confirmed.
+
+        Raises VersionGone when a window has no source left and one of them said that the version is gone, PeerLost when
+        the sources are dead, stalled or out of reach; what is confirmed by then stays in ``progress``.
+        """
+        self._raise_watermark()
+        nap = _NAP_S[0]
+        try:
+            self._assign(set(range(len(self._plan.window_bounds))) - self._progress.confirmed)
+            while self._flows:
+                if self._step():
+                    nap = _NAP_S[0]
+                    continue
+                if time.monotonic() > deadline:
+                    waiting = ", ".join(sorted(supplier.label for supplier in self._flows))
+                    raise PeerLost(f"the deadline passed while bytes from {waiting} were on their way", peer=waiting)
+                time.sleep(nap)
+                nap = min(nap * 2, _NAP_S[1])
+        finally:
+            if not self._close_flows():
+                self._isolate()
+
+    def _step(self) -> bool:
+        moved = False
+        for supplier, flow in list(self._flows.items()):
+            if self._flows.get(supplier) is not flow:
+                continue
+            try:
+                confirmed = flow.step()
+            except MxRLError as exc:
+                self._fail(supplier, exc)
+                return True
+            now = time.monotonic()
+            if confirmed:
+                moved = True
+                self._moved_at[supplier] = now
+                self._confirm(supplier, confirmed)
+            elif now - self._moved_at[supplier] > self._stall_s:
+                self._fail(
+                    supplier, PeerLost(f"{supplier.label} moved no byte for {self._stall_s} s", peer=supplier.label)
+                )
+                return True
+            if flow.done:
+                flow.close()
+                del self._flows[supplier]
+                if self._assigned[supplier]:  # given to it while it was busy
+                    self._start(supplier)
+        return moved
+
+    def _confirm(self, supplier: Supplier, local: Sequence[int]) -> None:
+        for index in local:
+            window = supplier.first + index
+            self._progress.confirmed.add(window)
+            self._assigned[supplier].discard(window)
+            low, high = self._plan.window_bounds[window]
+            self._haul.served_by[supplier.label] += int(high - low)
+        self._raise_watermark()
+
+    def _raise_watermark(self) -> None:
+        while self._prefix in self._progress.confirmed:
+            self._prefix += 1
+        if self._prefix:
+            self._progress.landing.header.confirm(self._prefix)
+
+    # ---- who gives what ----------------------------------------------------------------------------------------------
+
+    def _assign(self, wanted: set[int]) -> None:
+        """Start flows for ``wanted`` at the first supplier that has each window."""
+        while wanted:
+            supplier = next((one for one in self._suppliers if not wanted.isdisjoint(one.windows)), None)
+            if supplier is None:
+                raise self._exhausted(wanted)
+            mine = wanted.intersection(supplier.windows)
+            self._assigned.setdefault(supplier, set()).update(mine)
+            wanted = wanted.difference(mine)
+            if supplier in self._flows:
+                continue
+            try:
+                self._start(supplier)
+            except MxRLError as exc:
+                wanted |= self._assigned.pop(supplier)
+                self._refuse(supplier, exc)
+
+    def _start(self, supplier: Supplier) -> None:
+        source = supplier.source
+        landing = self._progress.landing
+        record = self._lookup(source.agent)
+        route = landing.known(source.agent, source.region, self._progress.order)
+        if route is None:
+            route = landing.route(record, source.region, self._progress.order, self._windows(supplier, record))
+        windows = sorted(self._assigned[supplier])
+        self._flows[supplier] = route.start(source.generation, [window - supplier.first for window in windows])
+        self._moved_at[supplier] = time.monotonic()
+        self._haul.lanes[landing.link(record).lane] += 1
+
+    def _windows(self, supplier: Supplier, record: EndpointRecord) -> Windows:
+        if supplier.source.region >= len(record.regions):
+            raise InvalidArgument(f"{supplier.label} names region {supplier.source.region} of {len(record.regions)}")
+        region = record.regions[supplier.source.region]
+        stage = self._progress.landing.address
+        if supplier.part is not None:
+            part = supplier.part
+            runs = part.runs + np.array([stage, region.address, 0], dtype=np.int64)
+            return Windows(runs=runs, starts=part.starts, needs=part.needs)
+        bounds = np.asarray(self._plan.window_bounds, dtype=np.int64).reshape(-1, 2)
+        low, high = bounds[:, 0], bounds[:, 1]
+        runs = np.stack([stage + low, region.address + low, high - low], axis=1)
+        count = len(bounds)
+        return Windows(
+            runs=runs, starts=np.arange(count + 1, dtype=np.int64), needs=np.arange(1, count + 1, dtype=np.int64)
+        )
+
+    def _fail(self, supplier: Supplier, error: MxRLError) -> None:
+        """Take the supplier out and give its open windows to another; if bytes may come late, leave the landing
+        first."""
+        flow = self._flows.pop(supplier)
+        clean = flow.close()
+        lost = self._assigned.pop(supplier)
+        self._refuse(supplier, error)
+        if not clean:
+            for windows in self._assigned.values():
+                lost |= windows
+            self._assigned.clear()
+            self._close_flows()
+            self._isolate()
+        elif isinstance(error, PeerLost):
+            self._progress.landing.drop(supplier.source.agent)
+        self._assign(lost)
+
+    def _refuse(self, supplier: Supplier, error: MxRLError) -> None:
+        log.warning("%s is out: %s", supplier.label, error)
+        self._haul.refused[supplier.label] = f"{type(error).__name__}: {error}"
+        self._haul.retries += 1
+        if isinstance(error, PeerLost):
+            self._haul.dead.append(supplier.source.agent)
+        self._suppliers = [one for one in self._suppliers if one is not supplier]
+
+    def _exhausted(self, wanted: set[int]) -> MxRLError:
+        reasons = (
+            "; ".join(f"{label}: {reason}" for label, reason in self._haul.refused.items()) or "no source was named"
+        )
+        text = f"{len(wanted)} of {len(self._plan.window_bounds)} windows have no source left ({reasons})"
+        gone = any(reason.startswith("VersionGone") for reason in self._haul.refused.values())
+        return VersionGone(text, version=self._progress.identity[2]) if gone else PeerLost(text, peer="")
+
+    # ---- late bytes
+    # ----------------------------------------------------------------------------------------------------
+
+    def _close_flows(self) -> bool:
+        clean = True
+        for flow in self._flows.values():
+            clean &= flow.close()
+        self._flows.clear()
+        return clean
+
+    def _isolate(self) -> None:
+        """A posted move owns its target until it is seen to end: fence it off, or go on in another stage with a copy of
+        what is confirmed (late bytes belong to windows that are not)."""
+        landing = self._progress.landing
+        if landing.fence():
+            return
+        fresh = self._replace(landing)
+        fresh.header.begin()
+        for window in self._progress.confirmed:
+            low, high = self._plan.window_bounds[window]
+            fresh.block[low:high].copy_(landing.block[low:high])
+        self._progress.landing = fresh
+        self._prefix = 0
+        self._raise_watermark()

@@ -1,0 +1,375 @@
+"""The trainer rank's end.
+
+publish:  resolve tensors -> snapshot (into a ring slot) -> commit (registry) -> wake -> retire what nobody holds
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from mx_rl.claim import Claimant, name_ranks, seat_key
+from mx_rl.commits import Commits, aborted
+from mx_rl.config import Options
+from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, unique_name
+from mx_rl.errors import IncompleteVersion, InvalidArgument, MxRLError, RegistryLost
+from mx_rl.layout import RankLayout
+from mx_rl.records import AwaitFree, AwaitInstalled, Commit, Free, Installs, Seat, Source, encode
+from mx_rl.registry import Registry
+from mx_rl.reports import Receipt, Version
+from mx_rl.ring import Ring, Slot
+from mx_rl.seat import find_seat
+from mx_rl.tensors import Shard, Tensors, resolve
+
+log = logging.getLogger("mx_rl")
+
+MAX_METADATA_BYTES = 64 << 10
+
+
+class Publisher:
+    """Publishes versions of ``policy`` from this rank's ``tensors`` (a mapping, a module, or a callable).
+
+    ``rank``, ``world_size`` and ``world`` are read from torch.distributed or torchrun where there is one; else a single
+    rank is a world of its own. ``slots`` versions are kept in registered memory (two or more). ``wire_dtype`` is a
+    dtype or
+    ``{pattern: dtype}``. ``start_after=n`` makes the first version of this world larger than n.
+
+    Live at once; ``close`` is idempotent. Raises InvalidArgument, TensorUnavailable, LayoutMismatch; SeatTaken where
+    another living process has this seat.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        tensors: Tensors,
+        *,
+        registry: Registry | str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        world: str | None = None,
+        slots: int = 2,
+        wire_dtype: Any = None,
+        device: str | None = None,
+        start_after: int | None = None,
+        options: Options | None = None,
+    ) -> None:
+        check_policy(policy)
+        if slots < 2:
+            raise InvalidArgument(f"slots={slots}: at least 2, so that the newest READY version is never overwritten")
+        if device not in (None, "cpu"):
+            raise InvalidArgument(f"device={device!r}: this release keeps the ring in host memory (None or 'cpu')")
+        self.policy = policy
+        self.seat = find_seat(rank, world_size, world)
+        self.options = options or Options()
+        self._tensors = tensors
+        self._wire_dtype = wire_dtype
+        self._slots = slots
+        self._publishing = threading.Lock()
+        self._closed = False
+        self._k = 0
+        self._uncounted: list[str] = []  # calls that raised before the epoch was open
+        self._retired: list[Ring] = []
+        self._ring: Ring | None = None
+        layout = RankLayout.of(resolve(tensors), wire_dtype=wire_dtype)
+        self.incarnation = unique_name(f"{policy}-t{self.seat.rank}")
+        self._endpoint = Endpoint.acquire(registry, self.options)
+        self._member = Member(self._endpoint, policy, self.incarnation, self._reassert)
+        self._commits = Commits(self._member, self.seat.rank)
+        try:
+            self._ring = self._open_ring(layout)
+            self._claimant = Claimant(self._member, self.seat, self._ring.served.nonce, start_after or 0)
+            self._claimant.claim(wait=0.0)
+        except BaseException:
+            self.close(timeout=1.0)
+            raise
+        close_at_exit(self)
+
+    # ---- what users call
+    # -------------------------------------------------------------------------------------------------
+
+    def publish(
+        self,
+        step: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        stream: None = None,
+        timeout: float = 30.0,
+    ) -> Version:
+        """Snapshot the tensors as the next version; on return the caller may change them again.
+
+        The commit follows on a thread of its own; what fails there is raised by the next ``publish`` or ``wait``. The
+        call
+        counts even when it raises: that version is aborted for all ranks, and the n-th call of every rank stays one
+        version. Never waits for readers beyond ``Options.grace_s`` (``grace_max_s`` for one that lost two running).
+
+        After ``timeout`` seconds: IncompleteVersion, naming the ranks that have not claimed or not committed. Also
+        raises TensorUnavailable, LayoutMismatch, InvalidArgument (metadata over 64 KiB), Fenced, RegistryLost.
+        """
+        with self._publishing:
+            check_open(self._closed, f"Publisher({self.policy!r})")
+            if stream is not None:
+                raise InvalidArgument("publish(stream=...) is not in this release: give Publisher the tensors")
+            begun = time.monotonic()
+            deadline = begun + timeout
+            epoch = self._count_call(deadline)
+            key = (epoch.epoch, self._k)
+            try:
+                self._commits.raise_failure()
+                self._check_step(epoch, step)
+                extra = _metadata_bytes(metadata)
+                tensors = resolve(self._tensors)
+                ring = self._ring_for(tensors)
+                resolved = time.monotonic()
+                slot = self._take_slot(ring, deadline)
+                taken = time.monotonic()
+                source = ring.snapshot(slot, tensors)
+                slot.key = key
+            except BaseException as exc:
+                self._commits.submit(self._commit(epoch, error=f"{type(exc).__name__}: {exc}"))
+                raise
+            copied = time.monotonic()
+            self._commits.submit(self._commit(epoch, step=step, ring=ring, source=source, metadata=extra))
+            return Version(
+                number=epoch.base + self._k,
+                epoch=epoch.epoch,
+                step=step,
+                kind="full",
+                wire_bytes=ring.layout.nbytes,
+                metadata=dict(metadata or {}),
+                seconds={"resolve": resolved - begun, "slot": taken - resolved, "snapshot": copied - taken},
+            )
+
+    def wait(self, version: Version | int, *, replicas: int | None = None, timeout: float = 60.0) -> Receipt:
+        """Wait until replicas run ``version`` or a newer one: None for the members at READY, 0 for READY only, n for
+        any n.
+
+        Returns, never raises, on expiry. Raises VersionAborted or StepMismatch for a version that was given up, and
+        what its commit on this rank failed with.
+        """
+        check_open(self._closed, f"Publisher({self.policy!r})")
+        deadline = time.monotonic() + timeout
+        number = version.number if isinstance(version, Version) else version
+        epoch = self._claimant.open_epoch
+        if epoch is not None and 0 < number - epoch.base <= self._k:
+            outcome = self._commits.settle((epoch.epoch, number - epoch.base), deadline)
+            if outcome.state == "aborted":
+                self._commits.raise_failure()
+                raise aborted(outcome)
+            number = outcome.number or number
+        left = max(deadline - time.monotonic(), 0)
+        done = self._member.ask(
+            AwaitInstalled(policy=self.policy, number=number, replicas=replicas, wait=left), Installs
+        )
+        return Receipt(
+            version=done.number,
+            ready=done.ready,
+            installed=done.installed,
+            failed=dict(done.failed),
+            missing=done.missing,
+        )
+
+    @property
+    def latest(self) -> int | None:
+        """Number of the newest READY version, or None. Raises RegistryLost."""
+        check_open(self._closed, f"Publisher({self.policy!r})")
+        self._member.beat_now()
+        return self._member.floor or None
+
+    @property
+    def registered_bytes(self) -> int:
+        """Registered host memory of this rank: slots, their headers and page padding."""
+        return sum(ring.served.arena.total_bytes for ring in (*self._retired, self._ring) if ring is not None)
+
+    def close(self, *, timeout: float = 30.0) -> None:
+        """Finish what was begun, then serve on for at most the grace while leases are open, and leave. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._commits.close(time.monotonic() + timeout)
+        rings = [ring for ring in (*self._retired, self._ring) if ring is not None]
+        self._linger(rings)
+        self._member.leave()
+        for ring in rings:
+            ring.close()
+        self._endpoint.release()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Publisher({self.policy!r}, rank={self.seat.rank}/{self.seat.world_size}, world={self.seat.world!r})"
+
+    # ---- the epoch
+    # -------------------------------------------------------------------------------------------------------
+
+    def _count_call(self, deadline: float) -> Seat:
+        """Make this call the k-th of the open epoch, which is claimed (again) where this rank has none."""
+        for ended in list(self._commits.superseded):
+            self._claimant.superseded(ended)
+            self._commits.superseded.discard(ended)
+        epoch = self._claimant.open_epoch
+        if epoch is None:
+            try:
+                epoch = self._claimant.wait_open(deadline)
+            except MxRLError as exc:
+                self._uncounted.append(f"{type(exc).__name__}: {exc}")
+                raise
+            self._k = 0
+            for text in self._uncounted:
+                self._k += 1
+                self._commits.submit(self._commit(epoch, error=text))
+            self._uncounted.clear()
+        self._k += 1
+        return epoch
+
+    def _check_step(self, epoch: Seat, step: int | None) -> None:
+        if epoch.rejoined and self._k == 1 and step is None:
+            raise InvalidArgument(
+                f"a rank of world {self.seat.world!r} was replaced: publish(step=...) on every rank, so that the first "
+                "version after it is of one step, or start the world anew (group.restart())"
+            )
+
+    def _commit(
+        self,
+        epoch: Seat,
+        *,
+        step: int | None = None,
+        ring: Ring | None = None,
+        source: Source | None = None,
+        metadata: bytes | None = None,
+        error: str | None = None,
+    ) -> Commit:
+        return Commit(
+            policy=self.policy,
+            epoch=epoch.epoch,
+            nonce=epoch.nonce,
+            k=self._k,
+            rank=self.seat.rank,
+            incarnation=self.incarnation,
+            step=step,
+            layout=ring.layout.hash if ring else "",
+            source=source,
+            window_bytes=self.options.window_bytes,
+            wire_bytes=ring.layout.nbytes if ring else 0,
+            metadata=metadata if self.seat.rank == 0 else None,
+            error=error[:4096] if error else None,
+        )
+
+    def _reassert(self) -> None:
+        """Say again what this rank holds, to a registry that has forgotten."""
+        if self._ring is None or self._closed:
+            return
+        self._announce(self._ring)
+        self._claimant.reassert(self._commits.held, self._k)
+
+    # ---- slots
+    # -----------------------------------------------------------------------------------------------------------
+
+    def _open_ring(self, layout: RankLayout) -> Ring:
+        ring = Ring(self._endpoint, f"{self.policy}-pub{self.seat.rank}", layout, self._slots)
+        self._announce(ring)
+        return ring
+
+    def _announce(self, ring: Ring) -> None:
+        record = encode(ring.served.record)
+        self._member.put(ring.layout.hash, ring.layout.encode())
+        self._member.put(ring.served.name, record)
+        self._member.put(seat_key(self.incarnation), record)
+
+    def _ring_for(self, tensors: Mapping[str, tuple[Shard, ...]]) -> Ring:
+        """The ring of the present layout. Another layout gets another ring; the old slots live on until their readers
+        are done."""
+        assert self._ring is not None
+        layout = RankLayout.of(tensors, wire_dtype=self._wire_dtype)
+        if layout.hash != self._ring.layout.hash:
+            self._retired.append(self._ring)
+            self._ring = self._open_ring(layout)
+        return self._ring
+
+    def _take_slot(self, ring: Ring, deadline: float) -> Slot:
+        """A slot that holds neither the newest READY version nor one that may still become it. Waits for this rank's
+        own world, never for readers beyond the grace."""
+        while True:
+            free = [slot for slot in ring.slots if slot.key is None or self._commits.is_past(slot.key)]
+            if free:
+                break
+            self._settle_oldest(ring, deadline)
+        slot = min(free, key=lambda slot: slot.key or (0, 0))
+        self._wait_for_readers(ring, slot)
+        self._retire_rings(ring)
+        return slot
+
+    def _settle_oldest(self, ring: Ring, deadline: float) -> None:
+        key = min(slot.key for slot in ring.slots if slot.key is not None and slot.key != self._commits.newest)
+        outcome = self._commits.settle(key, deadline)
+        if outcome.state == "staging":
+            raise IncompleteVersion(
+                f"the previous version of policy {self.policy!r} is not complete: rank(s) "
+                f"{name_ranks(outcome.missing)} of {self.seat.world_size} have not committed it; no slot is free until "
+                "they do or it is aborted",
+                version=outcome.number or None,
+                missing=list(outcome.missing),
+            )
+
+    def _wait_for_readers(self, ring: Ring, slot: Slot) -> None:
+        """At most the grace, unless a reader that lost two versions running was given more."""
+        commits = self._commits
+        outcome = commits.outcome(slot.key) if slot.key is not None else None
+        newest = commits.outcome(commits.newest) if commits.newest is not None else None
+        if outcome is None or outcome.state != "ready" or newest is None or outcome.number not in newest.leased:
+            return
+        begun = time.monotonic()
+        wait = self.options.grace_s
+        while True:
+            free = self._member.ask(AwaitFree(policy=self.policy, source=ring.source(slot), wait=wait), Free)
+            if not free.leased_by:
+                return
+            if free.held_for_s <= 0 or time.monotonic() - begun > self.options.grace_max_s:
+                log.info("policy %s: version %d loses its slot under %s", self.policy, outcome.number, free.leased_by)
+                return
+            wait = free.held_for_s
+
+    def _retire_rings(self, ring: Ring) -> None:
+        """Close the rings of former layouts once a version of this one is READY."""
+        if self._retired and any(slot.key is not None and slot.key == self._commits.newest for slot in ring.slots):
+            self._linger(self._retired)
+            for old in self._retired:
+                old.close()
+            self._retired = []
+
+    def _linger(self, rings: list[Ring]) -> None:
+        """Wait for the readers of these slots, the grace at most."""
+        deadline = time.monotonic() + self.options.grace_s
+        for ring in rings:
+            for slot in ring.slots:
+                left = deadline - time.monotonic()
+                if slot.key is None or left <= 0:
+                    continue
+                command = AwaitFree(policy=self.policy, source=ring.source(slot), wait=left)
+                try:
+                    self._member.ask(command, Free, timeout=left + 1.0)
+                except RegistryLost as exc:
+                    log.warning("policy %s: closing without asking who still reads: %s", self.policy, exc)
+                    return
+
+
+def _metadata_bytes(metadata: Mapping[str, Any] | None) -> bytes:
+    try:
+        data = json.dumps(dict(metadata or {})).encode()
+    except (TypeError, ValueError) as exc:
+        raise InvalidArgument(f"metadata must be JSON (numbers, strings, lists, mappings): {exc}") from exc
+    if len(data) > MAX_METADATA_BYTES:
+        raise InvalidArgument(
+            f"metadata of {len(data)} bytes: at most {MAX_METADATA_BYTES}; store large things elsewhere"
+        )
+    return data

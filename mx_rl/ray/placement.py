@@ -1,0 +1,126 @@
+"""Where the actors of a world or replica run: one placement group of equal bundles, one a rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from mx_rl.errors import Closed, InvalidArgument, StartTimeout
+from mx_rl.ray.deadline import Deadline
+
+STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+
+_SLICE_S = 0.5  # how long one wait may keep a close from being noticed
+_TOKEN_CPU = 0.001  # Ray refuses empty bundles; ranks that ask for nothing still need one each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What one rank takes, and how ranks are spread: a strategy of Ray's or a user's own placement group."""
+
+    num_cpus: float = 1
+    num_gpus: float = 0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    placement: str | PlacementGroup = "PACK"
+    runtime_env: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        wanted = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, **self.resources}
+        for name, amount in wanted.items():
+            if not isinstance(amount, (int, float)) or amount < 0:
+                raise InvalidArgument(f"{name}={amount!r}: a number of at least 0")
+        if {"CPU", "GPU"} & set(self.resources):
+            raise InvalidArgument(
+                f"resources={dict(self.resources)}: CPU and GPU are asked for by num_cpus and num_gpus"
+            )
+        if not isinstance(self.placement, PlacementGroup) and self.placement not in STRATEGIES:
+            raise InvalidArgument(f"placement={self.placement!r}: one of {', '.join(STRATEGIES)}, or a PlacementGroup")
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        asked = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        return {name: amount for name, amount in asked.items() if amount} or {"CPU": _TOKEN_CPU}
+
+    def describe(self, ranks: int) -> str:
+        where = self.placement if isinstance(self.placement, str) else "the given placement group"
+        return f"{ranks} x {self.bundle} ({where})"
+
+
+class Placement:
+    """A placement group with room for every rank."""
+
+    def __init__(self, group: PlacementGroup, request: Request, ranks: int) -> None:
+        self._group = group
+        self._request = request
+        self._owned = isinstance(request.placement, str)
+        # A user's group of exactly one bundle a rank is taken in order; in any other Ray finds the bundle with room.
+        self._in_order = self._owned or group.bundle_count == ranks
+
+    def options(self, rank: int) -> dict[str, Any]:
+        """Actor options that put ``rank`` into its bundle."""
+        request = self._request
+        options: dict[str, Any] = {
+            "num_cpus": request.num_cpus,
+            "num_gpus": request.num_gpus,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, rank if self._in_order else -1),
+        }
+        if request.resources:
+            options["resources"] = dict(request.resources)
+        if request.runtime_env:
+            options["runtime_env"] = dict(request.runtime_env)
+        return options
+
+    def release(self) -> None:
+        """Give the resources back; a user's own placement group stays. Idempotent."""
+        if self._owned and ray.is_initialized():
+            self._owned = False
+            remove_placement_group(self._group)
+
+
+def place(request: Request, ranks: int, *, name: str, deadline: Deadline, abort: threading.Event) -> Placement:
+    """Reserve room for ``ranks`` ranks. Raises StartTimeout, with nothing left reserved, or Closed after ``abort``."""
+    given = request.placement
+    if isinstance(given, PlacementGroup):
+        group = given
+    else:
+        group = placement_group([request.bundle] * ranks, strategy=given, name=name)
+    placement: Placement | None = None
+    try:
+        while not group.wait(min(_SLICE_S, max(deadline.left, 0.01))):
+            if abort.is_set():
+                raise Closed(f"{name} was closed while it waited for {request.describe(ranks)}")
+            if deadline.over:
+                raise no_room(request, ranks, name=name, timeout=deadline.timeout)
+        placement = Placement(group, request, ranks)
+        return placement
+    finally:
+        if placement is None and isinstance(given, str) and ray.is_initialized():
+            remove_placement_group(group)
+
+
+def no_room(request: Request, ranks: int, *, name: str, timeout: float) -> StartTimeout:
+    """The error of a request that found no room, with what the cluster has in all and free."""
+    ask: Any = ray  # untyped functions
+    in_all, free = _plain(ask.cluster_resources()), _plain(ask.available_resources())
+    return StartTimeout(
+        f"{name}: no room for {request.describe(ranks)} in {timeout:g} s. The cluster has {in_all} in all and {free} "
+        "free: ask for less, free some, or add nodes",
+        requested=[request.bundle] * ranks,
+        available=free,
+        cluster=in_all,
+    )
+
+
+def _plain(resources: Mapping[str, float]) -> dict[str, float]:
+    """Without Ray's own entries for nodes and placement groups."""
+    return {
+        name: amount
+        for name, amount in sorted(resources.items())
+        if not name.startswith("node:") and "_group_" not in name
+    }

@@ -1,0 +1,174 @@
+"""Ranks: the actors of one world or replica, placed, seated, built and ended together."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+from mx_rl.errors import Closed, MxRLError, StartTimeout
+from mx_rl.ray.actors import Member
+from mx_rl.ray.deadline import Deadline
+from mx_rl.ray.host import Host, Location, Seat, remote_host
+from mx_rl.ray.placement import Placement, Request, no_room, place
+from mx_rl.ray.remote import Gathered, died, failure, gather, most_telling
+
+log = logging.getLogger("mx_rl.ray")
+
+END_S = 5.0
+"""How long actors get to close what they opened before they are killed."""
+
+
+class Ranks:
+    """Actors that we make, one a rank. ``start`` once, ``end`` once."""
+
+    answers = True
+    """Whether a rank answers while it runs a user's method."""
+
+    def __init__(self, kind: type[Host], *, name: str, title: str, policy: str, size: int) -> None:
+        self.name = name
+        self.title = title  # what errors call it: class and name
+        self.policy = policy
+        self.size = size
+        self.locations: tuple[Location, ...] = ()
+        self._kind = kind
+        self._actors: list[Any] = []
+        self._placement: Placement | None = None
+        self._lock = threading.Lock()  # one order of calls on all ranks
+        self._watches: dict[int, Any] = {}
+
+    def start(
+        self,
+        user_class: type[Member],
+        kwargs: Mapping[str, Any],
+        options: Mapping[str, Any],
+        *,
+        request: Request,
+        concurrency: int,
+        deadline: Deadline,
+        abort: threading.Event,
+    ) -> None:
+        """Place, seat and build every rank. Raises StartTimeout, ActorFailed or the MxRLError of a rank; nothing is
+        left behind then."""
+        up = False
+        try:
+            self._placement = place(request, self.size, name=self.name, deadline=deadline, abort=abort)
+            actor_class = remote_host(self._kind)
+            for rank in range(self.size):
+                placed = self._placement.options(rank)
+                self._actors.append(actor_class.options(max_concurrency=concurrency, **placed).remote())
+            self._locate(deadline, abort, request)
+            seats = self._seats()
+            self._each("seat", [(seat,) for seat in seats], deadline, abort)
+            self._each("build", [(seat, user_class, kwargs, options) for seat in seats], deadline, abort)
+            self._watches = self.submit("watch")
+            up = True
+        finally:
+            if not up:
+                self.end(timeout=END_S)
+
+    def submit(self, operation: str, *args: Any) -> dict[int, Any]:
+        """Call ``operation`` of every rank's host; references by rank."""
+        with self._lock:
+            return {rank: self._send(rank, operation, args) for rank in range(self.size)}
+
+    def submit_to(self, rank: int, operation: str, *args: Any) -> Any:
+        with self._lock:
+            return self._send(rank, operation, args)
+
+    def watches(self) -> dict[int, Any]:
+        """References by rank that break when the rank's process dies."""
+        return dict(self._watches)
+
+    def rewatch(self, rank: int) -> None:
+        self._watches[rank] = self.submit_to(rank, "watch")
+
+    def error(self, errors: Mapping[int, BaseException], *, doing: str) -> MxRLError:
+        """The one that explains the others."""
+        rank = most_telling(errors)
+        return failure(errors[rank], actor=self.title, rank=rank, doing=doing)
+
+    def end(self, *, timeout: float) -> None:
+        """Close what the ranks opened, in at most ``timeout`` seconds, then kill the actors and give the resources
+        back. Dead ranks cost no time. Idempotent."""
+        actors = self._close(timeout if self.locations else 0.0)  # what was never located has nothing to close
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+        if actors:
+            # A call of a killed actor fails when Ray has seen its end; only then are its resources free.
+            ray.wait([actor.locate.remote() for actor in actors], num_returns=len(actors), timeout=END_S)
+        if self._placement is not None:
+            self._placement.release()
+
+    def _close(self, timeout: float) -> list[Any]:
+        """End every host; the actors, which this object no longer calls."""
+        with self._lock:
+            actors, self._actors = self._actors, []
+            self._watches = {}
+        if not actors or not ray.is_initialized():
+            return []
+        refs = {rank: self._invoke(actor, "end", ()) for rank, actor in enumerate(actors)}
+        self._say(gather(refs, deadline=Deadline(timeout), settle=None))
+        return actors
+
+    def _send(self, rank: int, operation: str, args: Sequence[Any]) -> Any:
+        if not self._actors:
+            raise Closed(f"{self.title} was ended")
+        return self._invoke(self._actors[rank], operation, args)
+
+    def _invoke(self, actor: Any, operation: str, args: Sequence[Any]) -> Any:
+        return getattr(actor, operation).remote(*args)
+
+    def _say(self, ends: Gathered) -> None:
+        for rank, problems in ends.values.items():
+            for text in problems:
+                log.warning("rank %d of %s failed to close: %s", rank, self.title, text)
+        for rank, error in ends.errors.items():
+            if not died(error):
+                log.warning("rank %d of %s failed to close: %s", rank, self.title, error)
+
+    def _locate(self, deadline: Deadline, abort: threading.Event, request: Request) -> None:
+        try:
+            self.locations = tuple(self._each("locate", [()] * self.size, deadline, abort))
+        except StartTimeout:  # Ray never started them: no bundle of a user's placement group has room
+            raise no_room(request, self.size, name=self.title, timeout=deadline.timeout) from None
+
+    def _each(
+        self, operation: str, args: Sequence[tuple[Any, ...]], deadline: Deadline, abort: threading.Event
+    ) -> list[Any]:
+        """One step of the start on every rank; results by rank."""
+        refs = {rank: self._send(rank, operation, args[rank]) for rank in range(self.size)}
+        found = gather(refs, deadline=deadline, abort=abort)
+        if found.errors:
+            raise self.error(found.errors, doing=operation)
+        if found.pending:
+            late = sorted(found.pending)
+            raise StartTimeout(
+                f"{self.title}: ranks {late} were not done with {operation} in {deadline.timeout:g} s: "
+                "raise timeout, or look at what they do there",
+                missing=late,
+            )
+        return [found.values[rank] for rank in range(self.size)]
+
+    def _seats(self) -> list[Seat]:
+        head = self.locations[0]
+        on_node: dict[str, int] = {}
+        seats = []
+        for rank, location in enumerate(self.locations):
+            local_rank = on_node.get(location.node_id, 0)
+            on_node[location.node_id] = local_rank + 1
+            seats.append(
+                Seat(
+                    policy=self.policy,
+                    name=self.name,
+                    rank=rank,
+                    world_size=self.size,
+                    local_rank=local_rank,
+                    master_addr=head.ip,
+                    master_port=head.port,
+                )
+            )
+        return seats

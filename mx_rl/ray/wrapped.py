@@ -1,0 +1,42 @@
+"""Actors that their user made, as the ranks of a world or replica: ours only publish or install in them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mx_rl.ray.deadline import Deadline
+from mx_rl.ray.host import Host, operate
+from mx_rl.ray.ranks import END_S, Ranks
+
+
+class WrappedRanks(Ranks):
+    """Operations run inside the user's actor by Ray's ``__ray_call__``, in turn with its own methods.
+
+    So nothing answers while a method runs, and there is nothing to watch: a death shows at the next operation.
+    """
+
+    answers = False
+
+    def __init__(self, kind: type[Host], actors: Sequence[Any], *, name: str, title: str, policy: str) -> None:
+        super().__init__(kind, name=name, title=title, policy=policy, size=len(actors))
+        self._actors = list(actors)
+
+    def adopt(self, build: str, options: Mapping[str, Any], *, deadline: Deadline, abort: threading.Event) -> None:
+        """Give every actor its Publisher or Subscriber. Raises as ``Ranks.start`` does; the actors stay."""
+        up = False
+        try:
+            self.locations = tuple(self._each("locate", [()] * self.size, deadline, abort))
+            self._each("adopt", [(seat, build, options) for seat in self._seats()], deadline, abort)
+            up = True
+        finally:
+            if not up:
+                self.end(timeout=END_S)
+
+    def end(self, *, timeout: float) -> None:
+        """Close the publishers or subscribers in at most ``timeout`` seconds; the actors are their user's."""
+        self._close(timeout)
+
+    def _invoke(self, actor: Any, operation: str, args: Sequence[Any]) -> Any:
+        return actor.__ray_call__.remote(operate, self._kind, operation, tuple(args))

@@ -1,0 +1,71 @@
+"""What publish, wait and sync return: frozen, picklable, flat on request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+def flat(report: Any) -> dict[str, Any]:
+    """A dataclass as one level of plain values: nested figures become ``seconds.move`` and so on."""
+    found: dict[str, Any] = {}
+    for key, value in asdict(report).items():
+        if isinstance(value, dict):
+            found.update({f"{key}.{name}": inner for name, inner in value.items()})
+        else:
+            found[key] = value
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """A published version. ``wire_bytes`` is this rank's share, ``seconds`` its time by stage; ``kind`` is "full"."""
+
+    number: int
+    epoch: int
+    step: int | None
+    kind: str
+    wire_bytes: int
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return flat(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receipt:
+    """Who runs a version (or a newer one): names of replicas, and the reasons of those that failed."""
+
+    version: int
+    ready: bool
+    installed: tuple[str, ...]
+    failed: Mapping[str, str]
+    missing: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return flat(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncReport:
+    """What a sync did. ``kind``: "full", or "none" where nothing newer was there. Bytes are this rank's; ``seconds`` by
+    stage, ``pause`` (the time in which holds were shut) apart. ``served_by`` maps a source to its bytes, ``source`` is
+    what served most, ``refused`` maps a source to why it was not used."""
+
+    version: int
+    previous: int | None
+    step: int | None
+    kind: str
+    source: str
+    served_by: Mapping[str, int] = field(default_factory=dict)
+    wire_bytes: int = 0
+    model_bytes: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    lane: str = ""
+    retries: int = 0
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return flat(self)

@@ -1,0 +1,64 @@
+"""A publisher's slots: one registered arena, one slot a version, filled by the snapshot window by window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mx_rl.endpoint import Endpoint, Served
+from mx_rl.layout import RankLayout
+from mx_rl.records import Source
+from mx_rl.tensors import Shard
+
+
+@dataclass
+class Slot:
+    """``key`` is (epoch, k) of the publish that lies here, or None."""
+
+    index: int
+    key: tuple[int, int] | None = None
+    generation: int = 0
+
+
+class Ring:
+    """``count`` slots for one rank layout, served under an agent of their own."""
+
+    def __init__(self, endpoint: Endpoint, role: str, layout: RankLayout, count: int) -> None:
+        self.layout = layout
+        self.served: Served = endpoint.serve(role, count, layout.nbytes)
+        self.slots = [Slot(index) for index in range(count)]
+        self.window_bytes = endpoint.options.window_bytes
+        self._endpoint = endpoint
+        self._boxes = [box for box in layout.packing() if box.nbytes]
+        self._views = [
+            [
+                block[box.offset : box.offset + box.nbytes].view(getattr(torch, box.dtype)).view(box.shape)
+                for box in self._boxes
+            ]
+            for block in self.served.arena.blocks
+        ]
+
+    @torch.no_grad()
+    def snapshot(self, slot: Slot, tensors: Mapping[str, tuple[Shard, ...]]) -> Source:
+        """Copy (and cast, as ``Tensor.to`` does) every box into the slot. The header says "nothing" before the first
+        byte changes, and is raised window by window after the bytes are there."""
+        header = self.served.arena.headers[slot.index]
+        slot.key = None
+        slot.generation = header.begin()
+        done = 0
+        for box, view in zip(self._boxes, self._views[slot.index], strict=True):
+            view.copy_(tensors[box.name][box.box].tensor)
+            reached = box.offset // self.window_bytes
+            if reached > done:
+                done = reached
+                header.confirm(done)
+        header.confirm(-(-self.layout.nbytes // self.window_bytes))
+        return self.source(slot)
+
+    def source(self, slot: Slot) -> Source:
+        return Source(agent=self.served.name, region=slot.index, generation=slot.generation)
+
+    def close(self) -> None:
+        self._endpoint.unserve(self.served)

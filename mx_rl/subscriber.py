@@ -1,0 +1,631 @@
+"""The rollout rank's end.
+
+sync:  resolve (which version, from whom) -> plan (cached) -> move (transport) -> verify -> install -> acknowledge
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TypeVar
+
+from mx_rl.claim import name_ranks
+from mx_rl.config import Options
+from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, unique_name
+from mx_rl.errors import (
+    Busy,
+    CorruptRecord,
+    IncompleteVersion,
+    InvalidArgument,
+    MxRLError,
+    NotReady,
+    PeerLost,
+    RegistryLost,
+    StaleIncarnation,
+    StaleVersion,
+    Tainted,
+    VersionAborted,
+    VersionGone,
+)
+from mx_rl.holds import Holds
+from mx_rl.install import Installer, Work
+from mx_rl.layout import RankLayout
+from mx_rl.ranks import Ranks
+from mx_rl.records import (
+    Ack,
+    AnyResult,
+    Installed,
+    Join,
+    Nothing,
+    ReplicaSeats,
+    Resolve,
+    Round,
+    Source,
+    Target,
+    VersionRecord,
+    Vote,
+)
+from mx_rl.registry import Registry
+from mx_rl.reports import SyncReport
+from mx_rl.staging import Cargo, Staging
+from mx_rl.tensors import Tensors, resolve
+
+log = logging.getLogger("mx_rl")
+
+T = TypeVar("T")
+
+_POLL_S = 10.0
+_TRANSIENT = (VersionGone, PeerLost, RegistryLost, VersionAborted)
+
+
+class Staged:
+    """A version that waits in the stage. ``install()`` switches to it, ``discard()`` gives it up; either ends the
+    round."""
+
+    def __init__(self, subscriber: Subscriber, told: Round, cargo: Cargo) -> None:
+        self.version = cargo.record.number
+        self.round = told.round
+        self.cargo = cargo
+        self.over = False
+        self._subscriber = subscriber
+
+    def install(self, *, timeout: float = 60.0) -> SyncReport:
+        """Switch to this version, all ranks of the replica or none. Waits for open holds and the other ranks' votes.
+
+        After ``timeout`` the old version runs on (HoldTimeout, IncompleteVersion). Tainted where live weights may be
+        mixed.
+        """
+        return self._subscriber._install(self, time.monotonic() + timeout)
+
+    def discard(self) -> None:
+        """Give the version up on all ranks. Idempotent."""
+        self._subscriber._discard(self, "discarded")
+
+
+class Subscriber:
+    """Installs versions of ``policy`` into this rank's ``tensors`` (a mapping, a module, or a callable).
+
+    The ranks of one ``replica`` (named where ``world_size`` > 1) switch versions together or not at all; each calls
+    ``sync``, and rank 0's call fixes the target. ``sources``: whom to read from, in this order. ``strict``: names that
+    the publisher has and no rank of the replica takes are an error. ``allow_missing``: patterns of names that the
+    publisher
+    may lack. ``verify`` is for digests, which this release has none of: windows are confirmed whatever it says.
+    ``serve``: "stage" lets peers read the version installed last from the stage, "off" does not.
+    ``before_install(old, new)`` and ``after_install(old, new)`` get version numbers and run with holds shut; after a
+    round that was called off ``after_install(old, old)`` is called, so that what was stopped is started again.
+
+    The destination's dtype must be the wire's. Raises InvalidArgument, TensorUnavailable; SeatTaken where another
+    living process has this (replica, rank).
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        tensors: Tensors,
+        *,
+        registry: Registry | str | None = None,
+        replica: str | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        sources: Sequence[str] = ("peer", "trainer"),
+        strict: bool = True,
+        allow_missing: Sequence[str] = (),
+        verify: bool = True,
+        prefetch: bool = False,
+        stage: str = "device",
+        serve: str = "stage",
+        before_install: Callable[[int | None, int], None] | None = None,
+        after_install: Callable[[int | None, int], None] | None = None,
+        options: Options | None = None,
+    ) -> None:
+        check_policy(policy)
+        _check_arguments(replica, rank, world_size, sources, stage, serve, prefetch)
+        self.policy = policy
+        self.rank = rank
+        self.world_size = world_size
+        self.options = options or Options()
+        self._tensors = tensors
+        self._before_install = before_install
+        self._after_install = after_install
+        self._busy = threading.RLock()
+        self._holds = Holds()
+        self._closed = False
+        self._record: VersionRecord | None = None
+        self._taint: str | None = None
+        self._held: tuple[Source, ...] = ()
+        self._open_stage: Staged | None = None
+        self._installer = Installer()
+        self._seats: ReplicaSeats | None = None
+        self._staging: Staging | None = None
+        self._ranks: Ranks | None = None
+        layout = RankLayout.of(resolve(tensors))
+        self.incarnation = unique_name(f"{policy}-r{rank}")
+        self.replica = replica or self.incarnation
+        self._named = replica is not None
+        self._endpoint = Endpoint.acquire(registry, self.options)
+        self._member = Member(self._endpoint, policy, self.incarnation, self._reassert)
+        try:
+            self._staging = Staging(
+                self._member,
+                rank,
+                layout,
+                sources=sources,
+                serve=serve == "stage",
+                strict=strict,
+                allow_missing=allow_missing,
+            )
+            self._ranks = Ranks(self._endpoint, policy, self.replica, rank, world_size)
+            self._announce()
+            self._join(wait=0.0)
+        except BaseException:
+            self.close()
+            raise
+        close_at_exit(self)
+
+    # ---- what users call
+    # -------------------------------------------------------------------------------------------------
+
+    def sync(self, at_least: int | None = None, exactly: int | None = None, *, timeout: float = 60.0) -> SyncReport:
+        """Install the newest READY version (``at_least`` n, or ``exactly`` n) and return a SyncReport.
+
+        Waits for the first version ever, or for ``at_least``; returns at once with kind "none" where nothing newer is
+        there. A read that raced or whose source died is retried on what is newest then. After ``timeout`` seconds the
+        old
+        version runs on: NotReady (who has not committed), IncompleteVersion (which rank of the replica is missing),
+        PeerLost, VersionGone, HoldTimeout. Also LayoutMismatch and its kinds, before a byte moves; StaleVersion;
+        Tainted where live weights may be mixed, which the next sync heals.
+        """
+        deadline = time.monotonic() + timeout
+
+        def attempt() -> SyncReport:
+            staged = self._stage(at_least, exactly, deadline)
+            return staged if isinstance(staged, SyncReport) else self._install(staged, deadline)
+
+        return self._persist(attempt, exactly, deadline)
+
+    def stage(self, at_least: int | None = None, exactly: int | None = None, *, timeout: float = 60.0) -> Staged | None:
+        """Bring the newest version into the stage without installing it; None where nothing newer is there.
+
+        Errors as for ``sync``. One version at a time: a staged one is discarded by the next ``stage``.
+        """
+        deadline = time.monotonic() + timeout
+        staged = self._persist(lambda: self._stage(at_least, exactly, deadline), exactly, deadline)
+        return None if isinstance(staged, SyncReport) else staged
+
+    @contextmanager
+    def hold(self, *, timeout: float = 60.0) -> Iterator[int | None]:
+        """No install while the body runs; gives the version that it computes with. HoldTimeout where an install takes
+        longer than ``timeout``. A ``sync`` inside the body counts as this thread's safe point."""
+        self._holds.enter(timeout=timeout)
+        try:
+            yield self.version
+        finally:
+            self._holds.leave()
+
+    @property
+    def version(self) -> int | None:
+        """Number of the version that the live weights are, or None before the first."""
+        return self._record.number if self._record is not None else None
+
+    @property
+    def ready(self) -> bool:
+        """A whole version is installed: whoever routes work may send it here."""
+        return self._record is not None and self._taint is None and not self._closed
+
+    def latest(self) -> int | None:
+        """Number of the newest READY version, or None. Raises RegistryLost."""
+        check_open(self._closed, f"Subscriber({self.policy!r})")
+        self._member.beat_now()
+        return self._member.floor or None
+
+    @property
+    def registered_bytes(self) -> int:
+        """Registered host memory of this rank: stages, their headers and page padding."""
+        return self._staging.registered_bytes if self._staging is not None else 0
+
+    def close(self) -> None:
+        """Leave, and give everything back. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._member.leave()
+        if self._ranks is not None:
+            self._ranks.close()
+        if self._staging is not None:
+            self._staging.close()
+        self._endpoint.release()
+
+    def __enter__(self) -> Subscriber:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        seat = f"replica={self.replica!r}, rank={self.rank}/{self.world_size}"
+        return f"Subscriber({self.policy!r}, {seat}, version={self.version})"
+
+    # ---- the replica
+    # -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _parts(self) -> tuple[Staging, Ranks]:
+        check_open(self._closed, f"Subscriber({self.policy!r})")
+        assert self._staging is not None
+        assert self._ranks is not None
+        return self._staging, self._ranks
+
+    def _announce(self) -> None:
+        staging, ranks = self._parts
+        staging.announce()
+        if ranks.agent:
+            self._member.put(ranks.agent, ranks.record)
+
+    def _join(self, *, wait: float) -> ReplicaSeats:
+        staging, ranks = self._parts
+        self._seats = self._member.ask(
+            Join(
+                policy=self.policy,
+                replica=self.replica,
+                rank=self.rank,
+                ranks=self.world_size,
+                incarnation=self.incarnation,
+                layout=staging.layout.hash,
+                endpoint=ranks.agent,
+                named=self._named,
+                wait=wait,
+            ),
+            ReplicaSeats,
+        )
+        return self._seats
+
+    def _meet(self, deadline: float) -> None:
+        """All ranks of the replica have joined, and those who must talk are connected."""
+        staging, ranks = self._parts
+        layout = RankLayout.of(resolve(self._tensors))
+        if layout.hash != staging.layout.hash:
+            staging.layout = layout
+            self._announce()
+            self._join(wait=0.0)
+        if self.world_size == 1:
+            return
+        seats, renewed = self._seats, ranks.newcomers()
+        if renewed:
+            self._taint = self._taint or "a rank of the replica was replaced"
+        while renewed or seats is None or not seats.open or not ranks.connected:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                missing = [rank for rank, agent in enumerate(seats.agents if seats else ()) if not agent]
+                raise IncompleteVersion(
+                    f"replica {self.replica!r}: rank(s) {name_ranks(missing)} of {self.world_size} have not joined",
+                    version=None,
+                    missing=missing,
+                )
+            seats = self._join(wait=min(left, _POLL_S))
+            if seats.open:
+                ranks.connect(seats, self._member)
+                renewed = False
+
+    def _reassert(self) -> None:
+        if self._closed or self._staging is None or self._ranks is None:
+            return
+        self._announce()
+        self._join(wait=0.0)
+        if self.rank == 0 and self._record is not None:
+            self._member.ask(self._acknowledgement("tainted" if self._taint else "installed", self._record.number))
+
+    # ---- stage
+    # -----------------------------------------------------------------------------------------------------------
+
+    def _persist(self, attempt: Callable[[], T], exactly: int | None, deadline: float) -> T:
+        """Try again what may go well next time, until the deadline. An exact version that is gone does not come
+        back."""
+        nap = 0.01
+        with self._busy:
+            while True:
+                try:
+                    return attempt()
+                except _TRANSIENT as exc:
+                    if time.monotonic() >= deadline or (exactly is not None and isinstance(exc, VersionGone)):
+                        raise
+                    log.warning("policy %s replica %s: trying again: %s", self.policy, self.replica, exc)
+                    time.sleep(max(min(nap, deadline - time.monotonic()), 0))
+                    nap = min(nap * 2, 1.0)
+
+    def _stage(self, at_least: int | None, exactly: int | None, deadline: float) -> Staged | SyncReport:
+        staging, ranks = self._parts
+        if self._open_stage is not None:
+            self._discard(self._open_stage, "another stage began")
+        begun = time.monotonic()
+        self._meet(deadline)
+        told = self._fix_target(at_least, exactly, deadline) if self.rank == 0 else ranks.next_round(deadline)
+        resolved = time.monotonic() - begun
+        if told.record is None:
+            return self._nothing_newer(resolved)
+        self._held = ()
+        try:
+            cargo = staging.load(told, self._seats if self.world_size > 1 else None, deadline)
+        except BaseException as exc:
+            self._refuse_round(told.round, told.record.number, exc)
+            raise
+        cargo.seconds = {"resolve": resolved, **cargo.seconds}
+        self._open_stage = Staged(self, told, cargo)
+        return self._open_stage
+
+    def _fix_target(self, at_least: int | None, exactly: int | None, deadline: float) -> Round:
+        """Rank 0: which version, from whom. Waits for one that satisfies the call."""
+        staging, ranks = self._parts
+        record = self._record
+        mine = record.number if record is not None else None
+        whole = mine is not None and self._taint is None
+        content = whole and (mine or 0) >= (at_least or 0) and exactly in (None, mine)
+        while True:
+            left = deadline - time.monotonic()
+            found: AnyResult = self._member.ask(
+                Resolve(
+                    policy=self.policy,
+                    replica=self.replica,
+                    incarnation=self.incarnation,
+                    installed=record.identity if record is not None else None,
+                    at_least=at_least,
+                    exactly=exactly,
+                    force=self._taint is not None,
+                    dead=tuple(staging.dead),
+                    lost=staging.lost,
+                    read_s=staging.read_s,
+                    wait=0.0 if content else max(min(left, _POLL_S), 0.0),
+                )
+            )
+            staging.dead.clear()
+            if isinstance(found, Target):
+                return self._offer(found, whole, exactly)
+            if not isinstance(found, Nothing):
+                raise CorruptRecord(f"the registry answered Resolve with {type(found).__name__}: releases differ")
+            if content:
+                return ranks.open_round(lambda number: Round(round=number, record=None))
+            if time.monotonic() >= deadline:
+                raise self._not_ready(found, at_least, exactly)
+
+    def _offer(self, found: Target, whole: bool, exactly: int | None) -> Round:
+        _, ranks = self._parts
+        offered, mine = found.record.number, self.version
+        if whole and mine is not None and offered < mine and exactly is None:
+            raise StaleVersion(
+                f"policy {self.policy!r}: version {offered} was offered and {mine} is installed: it never goes down",
+                installed=mine,
+                offered=offered,
+            )
+        return ranks.open_round(
+            lambda number: Round(
+                round=number, record=found.record, trainer=found.trainer, holders=found.holders, full=not whole
+            )
+        )
+
+    def _not_ready(self, found: Nothing, at_least: int | None, exactly: int | None) -> NotReady:
+        wanted = "a version"
+        if exactly is not None or at_least is not None:
+            wanted = f"version {exactly}" if exactly is not None else f"a version of at least {at_least}"
+        text = (
+            f"policy {self.policy!r}: {wanted} did not become READY in time; newest READY is {found.latest or 'none'}"
+        )
+        if found.staging:
+            text += f"; version {found.staging} waits for trainer rank(s) {', '.join(map(str, found.missing))}"
+        if found.lost:
+            text += f"; version {found.lost} is READY but no living source holds it whole"
+        return NotReady(text, latest=found.latest or None, missing=list(found.missing))
+
+    def _nothing_newer(self, resolved: float) -> SyncReport:
+        record = self._record
+        if record is None:
+            raise NotReady(f"policy {self.policy!r}: rank 0 runs a version and this rank none", latest=None, missing=[])
+        return SyncReport(
+            version=record.number,
+            previous=record.number,
+            step=record.step,
+            kind="none",
+            source="",
+            seconds={"resolve": resolved, "pause": 0.0, "total": resolved},
+        )
+
+    # ---- install
+    # ---------------------------------------------------------------------------------------------------------
+
+    def _install(self, staged: Staged, deadline: float) -> SyncReport:
+        with self._busy:
+            check_open(self._closed, f"Subscriber({self.policy!r})")
+            if staged.over:
+                raise VersionAborted(
+                    f"version {staged.version} is staged no more", version=staged.version, reason="discarded"
+                )
+            begun = time.monotonic()
+            previous = self.version
+            try:
+                with self._holds.shut(deadline=deadline):
+                    shut = time.monotonic()
+                    self._switch(staged, previous, deadline)
+                    done = time.monotonic()
+            except BaseException as exc:
+                if not staged.over:
+                    self._end(staged)
+                    self._refuse_round(staged.round, staged.version, exc)
+                raise
+            self._acknowledge("installed", staged.version)
+            acked = time.monotonic()
+            seconds = staged.cargo.seconds | {"install": done - shut, "pause": done - shut, "ack": acked - done}
+            seconds["total"] = sum(staged.cargo.seconds.values()) + acked - begun
+            return self._report(staged.cargo, previous, seconds)
+
+    def _switch(self, staged: Staged, previous: int | None, deadline: float) -> None:
+        """Holds are shut and drained: prepare, vote, decide, write. After the vote nothing waits but for the others."""
+        cargo = staged.cargo
+        work = self._installer.prepare(cargo.plan, cargo.landing.block, resolve(self._tensors))
+        self._call_before(previous, staged.version, deadline)
+        try:
+            commit, reason = self._decide(staged, deadline)
+        finally:
+            self._end(staged)
+        if not commit:
+            self._call_after(previous, previous)
+            self._raise_called_off(staged.version, reason)
+        fault = self._write(work, cargo.record, previous)
+        self._conclude(staged, fault, max(deadline, time.monotonic() + self.options.lease_s))
+
+    def _decide(self, staged: Staged, deadline: float) -> tuple[bool, str]:
+        _, ranks = self._parts
+        vote = Vote(round=staged.round, rank=self.rank, agree=True)
+        if self.rank == 0:
+            decision = ranks.collect_votes(vote, deadline)
+            return decision.commit, decision.reason
+        found = ranks.vote(vote, deadline + self.options.stall_s)
+        if found is None:
+            self._taint = "rank 0 did not tell its decision"
+            raise Tainted(
+                f"rank {self.rank} of replica {self.replica!r} voted for version {staged.version} and could not learn "
+                "the decision; sync again to heal",
+                reason=self._taint,
+            )
+        return found.commit, found.reason
+
+    def _write(self, work: Work, record: VersionRecord, previous: int | None) -> BaseException | None:
+        try:
+            work.run()
+            self._record = record
+            self._call_after(previous, record.number)
+        except BaseException as exc:  # noqa: BLE001 - the others must learn of it before it is raised
+            return exc
+        return None
+
+    def _conclude(self, staged: Staged, fault: BaseException | None, deadline: float) -> None:
+        """All ranks have installed, or the replica is tainted on all of them."""
+        _, ranks = self._parts
+        reason = "" if fault is None else f"{type(fault).__name__}: {fault}"[:1024]
+        mine = Installed(
+            round=staged.round, rank=self.rank, agree=fault is None, reason=reason, source=staged.cargo.source
+        )
+        told = ranks.collect_installs(mine, deadline) if self.rank == 0 else ranks.report_install(mine, deadline)
+        if told is not None and told.agree and fault is None:
+            self._taint = None
+            self._held = ranks.stage_sources() if self.rank == 0 else ()
+            return
+        self._taint = reason or (told.reason if told is not None else "rank 0 did not say how the round ended")
+        self._acknowledge("tainted", staged.version, self._taint)
+        raise Tainted(
+            f"version {staged.version} of {self.policy!r} may be mixed on replica {self.replica!r}: {self._taint}; "
+            "sync again to heal",
+            reason=self._taint,
+        ) from fault
+
+    def _raise_called_off(self, version: int, reason: str) -> None:
+        """A round that may go well next time is VersionAborted, which ``sync`` tries again; anything else is final."""
+        text = f"version {version} was not installed on replica {self.replica!r}: {reason}"
+        kinds: tuple[type[MxRLError], ...] = (*_TRANSIENT, StaleIncarnation)
+        transient = [kind.__name__ for kind in kinds]
+        if self.rank == 0 and not any(name in reason for name in transient):
+            self._acknowledge("failed", version, reason)
+            raise IncompleteVersion(text, version=version, missing=[])
+        raise VersionAborted(text, version=version, reason=reason)
+
+    def _refuse_round(self, number: int, version: int, exc: BaseException) -> None:
+        """This rank cannot install: the round ends with nothing changed anywhere."""
+        _, ranks = self._parts
+        reason = f"{type(exc).__name__}: {exc}"[:1024]
+        if self.rank:
+            ranks.refuse(Vote(round=number, rank=self.rank, agree=False, reason=reason))
+            return
+        ranks.call_off(reason)
+        if not isinstance(exc, _TRANSIENT):
+            self._acknowledge("failed", version, reason)
+
+    def _discard(self, staged: Staged, reason: str) -> None:
+        with self._busy:
+            if not staged.over:
+                self._end(staged)
+                text = VersionAborted(reason, version=staged.version, reason=reason)
+                self._refuse_round(staged.round, staged.version, text)
+
+    def _end(self, staged: Staged) -> None:
+        staged.over = True
+        if self._open_stage is staged:
+            self._open_stage = None
+
+    # ---- hooks and reports
+    # -----------------------------------------------------------------------------------------------
+
+    def _call_before(self, previous: int | None, version: int, deadline: float) -> None:
+        nap = 0.01
+        while self._before_install is not None:
+            try:
+                self._before_install(previous, version)
+                return
+            except Busy:
+                if time.monotonic() + nap > deadline:
+                    raise
+                time.sleep(nap)
+                nap = min(nap * 2, 0.5)
+
+    def _call_after(self, previous: int | None, version: int | None) -> None:
+        if self._after_install is not None and version is not None:
+            self._after_install(previous, version)
+
+    def _acknowledgement(self, state: str, number: int, reason: str = "") -> Ack:
+        return Ack(
+            policy=self.policy,
+            replica=self.replica,
+            incarnation=self.incarnation,
+            record=self._record,
+            state=state,
+            number=number,
+            reason=reason[:4096],
+            held=self._held if state == "installed" else (),
+        )
+
+    def _acknowledge(self, state: str, number: int, reason: str = "") -> None:
+        """Rank 0 tells the registry. One that is away does not undo an install: it is told with a later beat."""
+        if self.rank != 0:
+            return
+        try:
+            self._member.ask(self._acknowledgement(state, number, reason), timeout=10.0)
+        except MxRLError as exc:
+            log.warning("policy %s replica %s: %s could not be told: %s", self.policy, self.replica, state, exc)
+            self._member.repeat_later()
+
+    def _report(self, cargo: Cargo, previous: int | None, seconds: dict[str, float]) -> SyncReport:
+        haul = cargo.haul
+        return SyncReport(
+            version=cargo.record.number,
+            previous=previous,
+            step=cargo.record.step,
+            kind=cargo.record.kind,
+            source=haul.served_by.most_common(1)[0][0] if haul.served_by else "",
+            served_by=dict(haul.served_by),
+            wire_bytes=cargo.plan.wire_bytes,
+            model_bytes=cargo.plan.model_bytes,
+            seconds=seconds,
+            lane=",".join(sorted(haul.lanes)),
+            retries=haul.retries,
+            refused=dict(haul.refused),
+        )
+
+
+def _check_arguments(
+    replica: str | None, rank: int, world_size: int, sources: Sequence[str], stage: str, serve: str, prefetch: bool
+) -> None:
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise InvalidArgument(f"rank={rank} of world_size={world_size}: rank must be 0 to world_size - 1")
+    if world_size > 1 and replica is None:
+        raise InvalidArgument(f"world_size={world_size} without replica=: give all ranks of one engine one name")
+    unknown = [source for source in sources if source not in ("peer", "trainer")]
+    if unknown or not sources:
+        raise InvalidArgument(f'sources={tuple(sources)!r}: this release knows "peer" and "trainer"')
+    if stage != "device":
+        raise InvalidArgument(f'stage={stage!r}: this release has "device"')
+    if prefetch:
+        raise InvalidArgument("prefetch=True is not in this release: call stage() early and install() later")
+    if serve not in ("stage", "off"):
+        raise InvalidArgument(f'serve={serve!r}: this release has "stage" and "off"')
