@@ -84,7 +84,9 @@ def test_the_floor_survives_the_kill_of_the_registry_and_a_new_claim_goes_above(
     boot = lab.last.boot if lab.last else 0
     os.kill(pid_of(registry), signal.SIGKILL)
     lab.launch("b0", world="v")
-    assert lab.last is not None and lab.last.boot != boot and lab.last.floor == 5
+    assert lab.last is not None
+    assert lab.last.boot != boot
+    assert lab.last.floor == 5
     assert lab.publish("b0", world="v").number == 6
 
 
@@ -96,7 +98,8 @@ def test_members_bring_a_killed_registry_back_to_where_it_was(registry: RayRegis
     lab.install("r")
     os.kill(pid_of(registry), signal.SIGKILL)
     lab.beat("a0", "a1", "r")
-    assert lab.last is not None and not lab.last.known, "this is how a member notices"
+    assert lab.last is not None
+    assert not lab.last.known, "this is how a member notices"
     asked = {"epoch": seat.epoch, "nonce": seat.nonce, "base": seat.base, "k": 1, "held": record}
     lab.claim("a0", 0, 2, **asked)
     assert lab.claim("a1", 1, 2, **asked) == seat
@@ -106,7 +109,9 @@ def test_members_bring_a_killed_registry_back_to_where_it_was(registry: RayRegis
     )
     lab.join("new")
     target = lab.resolve("new")
-    assert target.record == record and target.trainer and [x.replica for x in target.holders] == ["r"]
+    assert target.record == record
+    assert target.trainer
+    assert [x.replica for x in target.holders] == ["r"]
     lab.declare("a0", 2)
     assert lab.publish("a0", "a1", k=2).number == 2
 
@@ -173,7 +178,8 @@ def test_no_answer_says_ready_before_the_floor_is_written(registry: RayRegistry)
         registry.call(commit, timeout=1.0)
     ray.get(handle.__ray_call__.remote(mend_kv), timeout=60.0)
     outcome = registry.call(commit, timeout=60.0).result
-    assert isinstance(outcome, Outcome) and outcome.state == "ready"
+    assert isinstance(outcome, Outcome)
+    assert outcome.state == "ready"
     from ray.experimental import internal_kv
 
     key = f"floor:{SHARED_NAMESPACE}:{registry._name}:{POLICY}".encode()
@@ -253,7 +259,8 @@ def test_it_does_not_end_while_a_member_beats() -> None:
     end = time.monotonic() + 6.0
     while time.monotonic() < end:
         lab.beat("a0")
-        assert lab.last is not None and lab.last.boot == boot
+        assert lab.last is not None
+        assert lab.last.boot == boot
         time.sleep(0.2)
 
 
@@ -304,5 +311,6 @@ def test_bytes_that_are_no_command_are_refused_and_the_registry_lives(registry: 
 
     for junk in (b"", b"\x80\x04N.", secrets.token_bytes(64)):
         answer = decode(ray.get(actor_of(registry).run.remote(junk), timeout=60.0), Answer)
-        assert isinstance(answer.result, Refused) and answer.result.error == "CorruptRecord"
+        assert isinstance(answer.result, Refused)
+        assert answer.result.error == "CorruptRecord"
     assert registry.call(View(policy=POLICY), timeout=60.0).boot == boot
