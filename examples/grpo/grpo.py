@@ -26,9 +26,9 @@ def policy_loss(
     """Advantage times log-probability, over all tokens, padding included in their number: a token weighs the same in a
     short completion and in a long one.
 
-    Each token is weighted by how much likelier it is now than when it was sampled, at most ``clip``. The weight is
-    bounded, the gradient is not cut off as in PPO (arXiv 2506.13585): the rollout computes in bfloat16, and where the
-    policy is unsure that alone moves probabilities by a fifth, so that PPO's clip would silence the rare good samples.
+    Each token is weighted by how much likelier it is now than when it was sampled, at most ``clip``: that corrects for
+    staleness and for the rollout's arithmetic in bfloat16. The weight is bounded and no gradient is cut off, other than
+    in PPO (arXiv 2506.13585).
 
     Args:
         logits: float32 [groups, samples, tokens, vocabulary], divided by the sampling temperature.

@@ -14,7 +14,7 @@ from examples.grpo.task import Task, chunks
 from mx_rl.ray import RolloutFleet, TrainerGroup
 
 SMOOTHING = 0.8
-RECOVERY_S = 120.0
+RECOVERY_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
