@@ -67,6 +67,20 @@ def run_all(world_size, folder):
     return [json.loads(file.read_text()) if file.exists() else {} for file in files]
 
 
+class Noted:
+    """Writes down what was raised inside, or "": the other bodies are still to run."""
+
+    def __init__(self, outcome, name):
+        self.outcome, self.name = outcome, name
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self.outcome[self.name] = "".join(traceback.format_exception(error)) if error else ""
+        return True
+
+
 def enter(rank, world_size, folder):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -80,11 +94,8 @@ def enter(rank, world_size, folder):
     )
     outcome = {}
     for body in BODIES[world_size]:
-        try:
+        with Noted(outcome, body.__name__):
             body(rank, world_size)
-            outcome[body.__name__] = ""
-        except (Exception, pytest.fail.Exception):
-            outcome[body.__name__] = traceback.format_exc()
         (Path(folder) / f"{rank}.json").write_text(json.dumps(outcome))
     dist.destroy_process_group()
 

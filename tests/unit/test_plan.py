@@ -345,6 +345,19 @@ def test_bytes_between_wanted_boxes_are_not_mistaken_for_padding():
     assert target["w"][1].tensor.equal(w[2:])
 
 
+def test_runs_of_two_sources_are_never_joined():
+    # The second source's box lies where the first one's would go on.
+    a, b = torch.randn(16), torch.randn(16)
+    orders = set()
+    for i in range(16):
+        target = {f"a{i}": torch.zeros(16), "b": torch.zeros(16)}
+        plan = sync([{f"a{i}": a}, {"B": torch.zeros(16), "b": b}], target, window_bytes=4096, strict=False)
+        orders.add(tuple(part.rank for part in plan.parts))
+        assert target[f"a{i}"].equal(a)
+        assert target["b"].equal(b)
+    assert (0, 1) in orders
+
+
 @pytest.mark.parametrize("window_bytes", [0, 32, 100])
 def test_windows_that_do_not_fit_the_alignment_are_refused(window_bytes):
     with pytest.raises(InvalidArgument, match="window_bytes"):
