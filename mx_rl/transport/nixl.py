@@ -20,7 +20,7 @@ from mx_rl.transport.base import Flow, Link, Receiver, Region, Route, Server, Tr
 from mx_rl.transport.flow import ReadFlow, Reads, check_header
 from mx_rl.transport.lanes import choose_lane
 from mx_rl.transport.place import rdma_devices
-from mx_rl.transport.requested import Asking, Desk, RequestedFlow, send_table
+from mx_rl.transport.requested import Asking, Desk, HeaderQuestion, RequestedFlow, send_table
 from mx_rl.transport.runs import NBYTES, SOURCE, STAGE, check_choice, check_windows
 from mx_rl.transport.service import Service
 from mx_rl.transport.wire import REQUEST, USER, Bye, Drop, Hello, Outbox, Request, decode_reply, encode
@@ -344,8 +344,9 @@ class NixlLink(Link):
         self.receiver = receiver
         self.record = record
         self.peer = peer
-        self._headers: dict[int, _HeaderReads] = {}
+        self._headers: dict[int, _HeaderReads | HeaderQuestion] = {}
         self._closed = False
+        self.asking = Asking(peer.name, receiver.desk, send=self.request, pump=receiver.pump)
 
     def header(self, region: int, *, timeout: float) -> tuple[int, int]:
         deadline = time.monotonic() + timeout
@@ -370,7 +371,13 @@ class NixlLink(Link):
             raise Closed(f"the link to {self.peer.name} is closed")
         reads = self._headers.get(region)
         if reads is None:
-            reads = self._headers[region] = _HeaderReads(self.receiver, self.peer, self.record.regions[region].header)
+            address = self.record.regions[region].header
+            reads = (
+                HeaderQuestion(self.asking, address)
+                if self.writes
+                else _HeaderReads(self.receiver, self.peer, address)
+            )
+            self._headers[region] = reads
         ended = reads.poll() if reads.busy else reads.post()
         return reads.words() if ended else None
 
@@ -403,13 +410,8 @@ class _RequestedRoute(Route):
         self._count = len(windows)
         self._table = link.receiver.new_table()
         self._closed = False
-        self._asking = Asking(
-            link.peer.name,
-            link.receiver.desk,
-            send=link.request,
-            pump=link.receiver.pump,
-            probe=lambda: link.try_header(region),
-        )
+        self._asking = link.asking
+        self._region = region
         header = link.record.regions[region].header
         send_table(self._asking, self._table, windows, nonce=link.record.nonce, header=header, device=my_device)
 
@@ -418,7 +420,12 @@ class _RequestedRoute(Route):
             raise Closed("this route is closed")
         chosen = check_choice(windows, self._count)
         return RequestedFlow(
-            self._asking, self._table, nonce=self._link.record.nonce, generation=generation, windows=chosen
+            self._asking,
+            self._table,
+            nonce=self._link.record.nonce,
+            generation=generation,
+            windows=chosen,
+            probe=lambda: self._link.try_header(self._region),
         )
 
     def close(self) -> None:
