@@ -225,12 +225,12 @@ class Ranks:
     def vote(self, own: Vote, deadline: float) -> Decision | None:
         """Send the vote; the decision, or None where it could not be learned."""
         self._send(0, own)
-        self._wait(lambda: self.follower.decision is not None, deadline, lambda: self._send(0, own))
+        self._wait(lambda: self.follower.decision is not None or 0 in self._lost, deadline, lambda: self._send(0, own))
         return self.follower.decision
 
     def report_install(self, own: Installed, deadline: float) -> Finished | None:
         self._send(0, own)
-        self._wait(lambda: self.follower.finished is not None, deadline, lambda: self._send(0, own))
+        self._wait(lambda: self.follower.finished is not None or 0 in self._lost, deadline, lambda: self._send(0, own))
         return self.follower.finished
 
 

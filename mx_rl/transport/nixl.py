@@ -123,7 +123,10 @@ class NixlReceiver(Receiver):
         self.regions = tuple(regions)
         self.options = options
         self.agent = Agent(name, options)
-        self.metadata = self.agent.register(regions)
+        # An agent that has registered nothing cannot be answered: its metadata names no backend.
+        self._anchor = np.zeros(HEADER_BYTES, dtype=np.uint8)
+        anchor = Region(address=int(self._anchor.ctypes.data), nbytes=HEADER_BYTES)
+        self.metadata = self.agent.register(regions or [anchor])
         self.lines = _Lines(self.agent)
         self.desk = Desk()
         self.lock = threading.RLock()
