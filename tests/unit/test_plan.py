@@ -504,6 +504,16 @@ def test_unexpected_names_stop_a_strict_plan_only():
     assert plan.wire_bytes == 8
 
 
+def test_a_target_of_fewer_or_more_dimensions_than_the_world_is_planned():
+    bias, cube = torch.randn(5), torch.randn(2, 3, 4)
+    target = {"bias": torch.zeros(5)}
+    sync([{"bias": bias, "cube": cube}], target, strict=False)
+    assert target["bias"].equal(bias)
+    target = {"bias": torch.zeros(5), "cube": torch.zeros(2, 3, 4)}
+    sync([{"bias": bias}], target, allow_missing="cube")
+    assert target["bias"].equal(bias)
+
+
 def test_names_are_compared_over_all_ranks_of_a_replica():
     world = WorldLayout.merge([rank_layout({"a": torch.zeros(2), "b": torch.zeros(2)})])
     first, second = rank_layout({"a": torch.zeros(2)}), rank_layout({"b": torch.zeros(2)})
