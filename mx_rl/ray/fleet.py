@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 import uuid
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +19,7 @@ from mx_rl.ray.ranks import END_S
 from mx_rl.ray.remote import gather
 from mx_rl.ray.replica import Replica
 from mx_rl.ray.report import FleetReport
+from mx_rl.ray.session import close_at_exit
 from mx_rl.ray.slot import Recipe, Slot
 from mx_rl.ray.sync import newest, sync_all
 from mx_rl.ray.wrapped import WrappedRanks
@@ -153,7 +152,7 @@ class RolloutFleet:
         self._roster = Roster()
         self._closing = threading.Event()
         self._scaling = threading.Lock()
-        _open_fleets.add(self)
+        close_at_exit(self)
 
     # ---- versions ----------------------------------------------------------------------------------------------------
 
@@ -218,7 +217,7 @@ class RolloutFleet:
         if self._user_class is not None:
             check_method(self._user_class, method)
         deadline = Deadline(timeout)
-        sent = {replica: replica.send_all(method, args, kwargs) for replica in self._roster.replicas()}
+        sent = {replica: replica.send_all(method, deadline, *args, **kwargs) for replica in self._roster.replicas()}
         refs = {(replica, rank): ref for replica, ranks in sent.items() for rank, ref in ranks.items()}
         found = gather(refs, deadline=deadline, settle=None)
         for replica, ranks in sent.items():
@@ -348,11 +347,11 @@ class RolloutFleet:
 
     def close(self) -> None:
         """End every replica, without waiting for their calls, in bounded time; actors and placement groups of others
-        are not touched. Idempotent."""
+        are not touched. Idempotent. A fleet that was made in an actor ends with that actor; Ray keeps its placement
+        groups to the end of the job unless it is closed first."""
         self._closing.set()
         with self._scaling:
             self._end(self._roster.slots, Deadline(0))
-        _open_fleets.discard(self)
 
     def __enter__(self) -> RolloutFleet:
         return self
@@ -365,14 +364,3 @@ class RolloutFleet:
     def _check_open(self) -> None:
         if self._closing.is_set():
             raise Closed(f"the RolloutFleet of {self.policy!r} was closed")
-
-
-_open_fleets: weakref.WeakSet[RolloutFleet] = weakref.WeakSet()
-
-
-@atexit.register
-def _halt() -> None:
-    """Ray ends the actors of a driver that exits; without this their slots would try to replace them."""
-    for fleet in list(_open_fleets):
-        for slot in list(fleet._roster.slots):
-            slot.stop(Deadline(0))

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
 from ray.exceptions import RayError
 
 from mx_rl.errors import ActorFailed, Closed, MxRLError, StartTimeout
@@ -21,6 +20,7 @@ from mx_rl.ray.host import RolloutHost
 from mx_rl.ray.placement import Request
 from mx_rl.ray.ranks import END_S, Ranks
 from mx_rl.ray.replica import Replica
+from mx_rl.ray.session import Session
 from mx_rl.ray.watch import Watch
 
 log = logging.getLogger("mx_rl.ray")
@@ -83,6 +83,7 @@ class Slot:
         self._recipe = recipe
         self._changed = changed
         self._wanted = wanted
+        self._session = Session()
         self._failures = 0  # replicas in a row that never held a version
         self._was_built = False
         self._stop = threading.Event()
@@ -126,8 +127,7 @@ class Slot:
 
     @property
     def _halted(self) -> bool:
-        # After ray.shutdown() the next call of Ray's would start a cluster of its own.
-        return self._stop.is_set() or not ray.is_initialized()
+        return self._stop.is_set() or not self._session.alive()
 
     def _tell(self) -> None:
         with self._changed:
@@ -145,7 +145,8 @@ class Slot:
                     break
                 self.restarts += 1
         except Exception as error:  # a thread has nobody above it: the fleet's status must show it
-            log.exception("a slot of the fleet broke")
+            if self._session.alive():
+                log.exception("a slot of the fleet broke")
             self._give_up(error)
         finally:
             self._tell()
@@ -198,7 +199,7 @@ class Slot:
             if replica.version is None:
                 self._fail(ActorFailed(f"replica {replica.name}: {lost}", actor=replica.name, rank=None, text=lost))
             self._tell()
-        elif ray.is_initialized():
+        elif self._session.alive():
             replica.drain(self._drain)
         replica.end(timeout=LOST_S if lost else END_S)
 

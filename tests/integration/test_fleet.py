@@ -10,6 +10,7 @@ import time
 
 import pytest
 import ray
+from ray.util.placement_group import remove_placement_group
 
 from mx_rl.errors import ActorFailed, CallTimeout, Closed, InvalidArgument, NotReady, StartTimeout
 from mx_rl.ray import RolloutFleet, TrainerGroup, slot
@@ -21,7 +22,7 @@ POLICY = "fleet"
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    with local_ray(num_cpus=16):
+    with local_ray(num_cpus=4):
         yield
 
 
@@ -148,6 +149,8 @@ def test_a_killed_rollout_is_replaced_and_map_loses_nothing(trainer, fleet):
     assert [each["item"] for each in results] == list(range(12))
     rows = ready(fleet, 2)
     assert victim not in rows
+    receipt = trainer.wait(trainer.latest, timeout=5)
+    assert victim not in receipt.installed + receipt.missing, "the registry was told of the death"
     replacement = next(name for name in rows if name not in before)
     assert rows[replacement]["restarts"] == 1
     assert rows[replacement]["version"] == trainer.latest
@@ -203,7 +206,7 @@ def test_the_fleet_grows_and_shrinks_while_training_goes_on(trainer, fleet):
     training = threading.Thread(target=train)
     training.start()
     try:
-        grown = fleet.scale(4)
+        grown = fleet.scale(4, timeout=60)
         assert first < set(grown)
         assert len(grown) == 4
         assert all(row["ready"] for row in fleet.status()["replicas"].values())
@@ -278,7 +281,7 @@ def test_a_place_whose_replicas_cannot_be_built_is_given_up_with_the_reason(tmp_
 
 def test_a_dead_rank_takes_its_replica_down_and_the_replacement_meets_anew(trainer):
     with RolloutFleet(GlooEcho, policy=POLICY, ranks=2, num_cpus=0, resources=None) as fleet:
-        fleet.sync()
+        fleet.sync(at_least=publish(trainer, 10.0))
         assert list(fleet.call("sum_of_ranks").values()) == [[3.0, 3.0]]
         (name, row), *_ = fleet.status()["replicas"].items()
         os.kill(row["pids"][1], signal.SIGKILL)
@@ -320,15 +323,18 @@ def test_a_fleet_works_inside_an_actor_and_ends_with_it(trainer):
     @ray.remote(num_cpus=0)
     class Loop:
         def run(self) -> list[float]:
-            self.fleet = RolloutFleet(Echo, policy=POLICY, num_cpus=0)
+            self.fleet = RolloutFleet(Echo, policy=POLICY, num_cpus=0, name="nested")
             self.fleet.sync()
             return self.fleet.map("echo", [1])[0]["weight"]
 
+    publish(trainer, 12.0)
     actors = len(living_actors())
     loop = Loop.remote()
-    assert ray.get(loop.run.remote(), timeout=60) == [11.0]
+    assert ray.get(loop.run.remote(), timeout=60) == [12.0]
     ray.kill(loop)
     eventually(lambda: len(living_actors()) == actors, what="the actor's fleet gone with it")
+    (leftover,) = [name for name in living_placement_groups() if name.startswith("nested")]
+    remove_placement_group(ray.util.get_placement_group(leftover))  # Ray keeps it to the end of the job
 
 
 def test_close_leaves_nothing_behind(trainer, fleet):
@@ -347,6 +353,6 @@ def test_close_leaves_nothing_behind(trainer, fleet):
             use()
     assert fleet.status()["closed"]
     trainer.close()
-    eventually(nothing_left, what="all actors, placement groups and CPUs free")
+    nothing_left()
     eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), what="processes gone")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("mx-rl")]

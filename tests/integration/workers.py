@@ -72,6 +72,9 @@ class Fill(Trainer):
             time.sleep(seconds)
         return self.rank
 
+    def named(self, method: str, rank: int) -> tuple[str, int]:
+        return method, rank
+
     async def later(self, value: int) -> int:
         import asyncio
 
