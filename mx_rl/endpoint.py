@@ -92,7 +92,7 @@ class Endpoint:
         self._io.start()
         self._beat.start()
 
-    # ---- sharing -----------------------------------------------------------------------------------------------------
+    # ---- sharing
 
     @classmethod
     def acquire(cls, registry: Registry | str | None, options: Options) -> Endpoint:
@@ -120,7 +120,7 @@ class Endpoint:
                 thread.join(timeout=10)
         self.transport.close()
 
-    # ---- serving -----------------------------------------------------------------------------------------------------
+    # ---- serving
 
     def serve(self, role: str, count: int, nbytes: int, device: str = "cpu") -> Served:
         """Allocate ``count`` blocks of ``nbytes`` and let members read them. All of it is registered before the record
@@ -173,7 +173,7 @@ class Endpoint:
             self._wake.wait(nap)
             self._wake.clear()
 
-    # ---- members -----------------------------------------------------------------------------------------------------
+    # ---- members
 
     def _beat_loop(self) -> None:
         while not self._stop.wait(self.options.beat_s):

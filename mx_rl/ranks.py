@@ -60,7 +60,6 @@ class Ranks:
         return self._served.record if self._served is not None else None
 
     # ---- both
-    # ----------------------------------------------------------------------------------------------------------
 
     def connect(self, seats: ReplicaSeats, member: Member) -> None:
         """Links to whom this rank talks to: rank 0 to all, the others to rank 0. Known links are kept."""
@@ -126,7 +125,6 @@ class Ranks:
             self._endpoint.unserve(self._served)
 
     # ---- rank 0
-    # --------------------------------------------------------------------------------------------------------
 
     def newcomers(self) -> bool:
         """Another process took a rank's seat since the last call: seats are to be read, the next round is a full
@@ -204,7 +202,6 @@ class Ranks:
         return finished
 
     # ---- the other ranks
-    # -------------------------------------------------------------------------------------------------
 
     def next_round(self, deadline: float) -> Round:
         """The round that rank 0 fixed. IncompleteVersion, naming rank 0, when it fixed none in time."""

@@ -104,7 +104,6 @@ class Staging:
             landing.close()
 
     # ---- plan
-    # ------------------------------------------------------------------------------------------------------------
 
     def _plan(self, record: VersionRecord, seats: ReplicaSeats | None) -> Plan:
         replica = seats.layouts if seats is not None else (self.layout.hash,)
@@ -132,7 +131,6 @@ class Staging:
         return [found[name] for name in names]
 
     # ---- move
-    # ------------------------------------------------------------------------------------------------------------
 
     def _move(self, told: Round, record: VersionRecord, plan: Plan, deadline: float) -> Cargo:
         landing = self._landing_for(plan)
@@ -188,7 +186,6 @@ class Staging:
             log.warning("policy %s: lost agents could not be reported: %s", self._member.policy, exc)
 
     # ---- landings
-    # --------------------------------------------------------------------------------------------------------
 
     def _open_landing(self, nbytes: int) -> Landing:
         role = f"{self._member.policy}-r{self._rank}"

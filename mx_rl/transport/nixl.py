@@ -376,9 +376,7 @@ class NixlLink(Link):
         if reads is None:
             address = self.record.regions[region].header
             reads = (
-                HeaderQuestion(self.asking, address)
-                if self.writes
-                else _HeaderReads(self.receiver, self.peer, address)
+                HeaderQuestion(self.asking, address) if self.writes else _HeaderReads(self.receiver, self.peer, address)
             )
             self._headers[region] = reads
         ended = reads.poll() if reads.busy else reads.post()
