@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from mx_rl.config import Options
 from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, unique_name
@@ -48,13 +48,14 @@ from mx_rl.records import (
     Vote,
 )
 from mx_rl.registry import Registry
-from mx_rl.reports import SyncReport
+from mx_rl.reports import SyncReport, Version
 from mx_rl.staging import Cargo, Staging
 from mx_rl.tensors import Tensors, resolve
 
 log = logging.getLogger("mx_rl")
 
 T = TypeVar("T")
+Number: TypeAlias = "int | Version | None"
 
 _POLL_S = 10.0
 _TRANSIENT = (VersionGone, PeerLost, RegistryLost, VersionAborted)
@@ -166,7 +167,7 @@ class Subscriber:
 
     # ---- what users call
 
-    def sync(self, at_least: int | None = None, exactly: int | None = None, *, timeout: float = 60.0) -> SyncReport:
+    def sync(self, at_least: Number = None, exactly: Number = None, *, timeout: float = 60.0) -> SyncReport:
         """Install the newest READY version (``at_least`` n, or ``exactly`` n) and return a SyncReport.
 
         Waits for the first version ever, or for ``at_least``; returns at once with kind "none" where nothing newer is
@@ -178,19 +179,22 @@ class Subscriber:
         """
         deadline = time.monotonic() + timeout
 
+        least, exact = _number(at_least), _number(exactly)
+
         def attempt() -> SyncReport:
-            staged = self._stage(at_least, exactly, deadline)
+            staged = self._stage(least, exact, deadline)
             return staged if isinstance(staged, SyncReport) else self._install(staged, deadline)
 
-        return self._persist(attempt, exactly, deadline)
+        return self._persist(attempt, exact, deadline)
 
-    def stage(self, at_least: int | None = None, exactly: int | None = None, *, timeout: float = 60.0) -> Staged | None:
+    def stage(self, at_least: Number = None, exactly: Number = None, *, timeout: float = 60.0) -> Staged | None:
         """Bring the newest version into the stage without installing it; None where nothing newer is there.
 
         Errors as for ``sync``. One version at a time: a staged one is discarded by the next ``stage``.
         """
         deadline = time.monotonic() + timeout
-        staged = self._persist(lambda: self._stage(at_least, exactly, deadline), exactly, deadline)
+        least, exact = _number(at_least), _number(exactly)
+        staged = self._persist(lambda: self._stage(least, exact, deadline), exact, deadline)
         return None if isinstance(staged, SyncReport) else staged
 
     @contextmanager
@@ -556,6 +560,10 @@ class Subscriber:
             retries=haul.retries,
             refused=dict(haul.refused),
         )
+
+
+def _number(version: Number) -> int | None:
+    return version.number if isinstance(version, Version) else version
 
 
 def _check_arguments(
