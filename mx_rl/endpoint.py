@@ -31,7 +31,7 @@ from mx_rl.records import (
     Refused,
     decode,
 )
-from mx_rl.registry import Registry, open_registry
+from mx_rl.registry import Registry, open_registry, registry_name
 from mx_rl.transport import make_transport
 from mx_rl.transport.base import Server, Transport
 from mx_rl.transport.place import here
@@ -71,10 +71,10 @@ class Served:
 
 
 class Endpoint:
-    """One per process and registry; shared by every publisher and subscriber in it, closed with the last of them."""
+    """One per process, registry and options; shared by every publisher and subscriber in it, closed with the last of them."""
 
     _lock = threading.Lock()
-    _open: ClassVar[dict[tuple[int, int], Endpoint]] = {}
+    _open: ClassVar[dict[tuple[int, str, Options], Endpoint]] = {}
 
     def __init__(self, registry: Registry, options: Options) -> None:
         self.registry = registry
@@ -97,12 +97,11 @@ class Endpoint:
     @classmethod
     def acquire(cls, registry: Registry | str | None, options: Options) -> Endpoint:
         """The process's endpoint at this registry; each acquire needs one ``release``."""
-        door = open_registry(registry)
         with cls._lock:
-            key = (os.getpid(), id(door))
+            key = (os.getpid(), registry_name(registry), options)
             endpoint = cls._open.get(key)
             if endpoint is None:
-                endpoint = cls._open[key] = cls(door, options)
+                endpoint = cls._open[key] = cls(open_registry(registry), options)
             endpoint._users += 1
             return endpoint
 
