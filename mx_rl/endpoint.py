@@ -23,6 +23,7 @@ from mx_rl.records import (
     AnyResult,
     Beat,
     Blobs,
+    Dead,
     EndpointRecord,
     GetBlobs,
     Leave,
@@ -44,6 +45,11 @@ _IDLE_SLEEP_S = 0.005
 _BUSY_SLEEP_S = 0.0002
 
 T = TypeVar("T", bound=AnyResult)
+
+
+def seat_key(incarnation: str) -> str:
+    """Blob under which a seat's holder can be found on the data plane by who wants the seat."""
+    return f"seat:{incarnation}"
 
 
 def unique_name(role: str) -> str:
@@ -86,7 +92,7 @@ class Endpoint:
         self._io.start()
         self._beat.start()
 
-    # ---- sharing -----------------------------------------------------------------------------------------------------
+    # ---- sharing
 
     @classmethod
     def acquire(cls, registry: Registry | str | None, options: Options) -> Endpoint:
@@ -114,7 +120,7 @@ class Endpoint:
                 thread.join(timeout=10)
         self.transport.close()
 
-    # ---- serving -----------------------------------------------------------------------------------------------------
+    # ---- serving
 
     def serve(self, role: str, count: int, nbytes: int, device: str = "cpu") -> Served:
         """Allocate ``count`` blocks of ``nbytes`` and let members read them. All of it is registered before the record
@@ -167,7 +173,7 @@ class Endpoint:
             self._wake.wait(nap)
             self._wake.clear()
 
-    # ---- members -----------------------------------------------------------------------------------------------------
+    # ---- members
 
     def _beat_loop(self) -> None:
         while not self._stop.wait(self.options.beat_s):
@@ -279,6 +285,28 @@ class Member:
                 self._records.clear()
             self._records[agent] = record
         return record
+
+    def report_if_dead(self, holder: str) -> bool:
+        """Ask a seat's holder on the data plane itself: its lease may outlive its process by half a minute.
+
+        True where its process is gone, which the registry knows then too.
+        """
+        data = self.blobs([seat_key(holder)]).get(seat_key(holder))
+        if data is None:
+            return False
+        record: EndpointRecord = decode(data, EndpointRecord)
+        probe = self.endpoint.transport.receive(unique_name(f"{self.policy}-probe"), [])
+        try:
+            link = probe.connect(record)
+            link.header(0, timeout=2.0)
+            link.close()
+        except PeerLost as exc:
+            log.warning("policy %s: the holder of a seat is gone (%s): taking it", self.policy, exc)
+            self.ask(Dead(policy=self.policy, agents=(holder, record.agent)))
+            return True
+        finally:
+            probe.close()
+        return False
 
     def leave(self) -> None:
         """Idempotent; a registry that does not answer lets the lease run out instead."""

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from mx_rl.claim import Claimant, name_ranks, seat_key
+from mx_rl.claim import Claimant, name_ranks
 from mx_rl.commits import Commits, aborted
 from mx_rl.config import Options
-from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, unique_name
+from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, seat_key, unique_name
 from mx_rl.errors import IncompleteVersion, InvalidArgument, MxRLError, RegistryLost
 from mx_rl.layout import RankLayout
 from mx_rl.records import AwaitFree, AwaitInstalled, Commit, Free, Installs, Seat, Source, encode
@@ -72,6 +72,7 @@ class Publisher:
         self._publishing = threading.Lock()
         self._closed = False
         self._k = 0
+        self._counted = 0  # the epoch that k counts in
         self._uncounted: list[str] = []  # calls that raised before the epoch was open
         self._retired: list[Ring] = []
         self._ring: Ring | None = None
@@ -79,10 +80,10 @@ class Publisher:
         self.incarnation = unique_name(f"{policy}-t{self.seat.rank}")
         self._endpoint = Endpoint.acquire(registry, self.options)
         self._member = Member(self._endpoint, policy, self.incarnation, self._reassert)
-        self._commits = Commits(self._member, self.seat.rank)
+        self._claimant = Claimant(self._member, self.seat, start_after or 0)
+        self._commits = Commits(self._member, self._claimant, self.seat.rank)
         try:
             self._ring = self._open_ring(layout)
-            self._claimant = Claimant(self._member, self.seat, self._ring.served.nonce, start_after or 0)
             self._claimant.claim(wait=0.0)
         except BaseException:
             self.close(timeout=1.0)
@@ -90,7 +91,6 @@ class Publisher:
         close_at_exit(self)
 
     # ---- what users call
-    # -------------------------------------------------------------------------------------------------
 
     def publish(
         self,
@@ -120,7 +120,6 @@ class Publisher:
             key = (epoch.epoch, self._k)
             try:
                 self._commits.raise_failure()
-                self._check_step(epoch, step)
                 extra = _metadata_bytes(metadata)
                 tensors = resolve(self._tensors)
                 ring = self._ring_for(tensors)
@@ -130,12 +129,13 @@ class Publisher:
                 source = ring.snapshot(slot, tensors)
                 slot.key = key
             except BaseException as exc:
-                self._commits.submit(self._commit(epoch, error=f"{type(exc).__name__}: {exc}"))
+                self._commits.submit(self._commit(epoch, error=f"{type(exc).__name__}: {exc}"), epoch.base + self._k)
                 raise
             copied = time.monotonic()
-            self._commits.submit(self._commit(epoch, step=step, ring=ring, source=source, metadata=extra))
+            number = epoch.base + self._k
+            self._commits.submit(self._commit(epoch, step=step, ring=ring, source=source, metadata=extra), number)
             return Version(
-                number=epoch.base + self._k,
+                number=number,
                 epoch=epoch.epoch,
                 step=step,
                 kind="full",
@@ -154,9 +154,9 @@ class Publisher:
         check_open(self._closed, f"Publisher({self.policy!r})")
         deadline = time.monotonic() + timeout
         number = version.number if isinstance(version, Version) else version
-        epoch = self._claimant.open_epoch
-        if epoch is not None and 0 < number - epoch.base <= self._k:
-            outcome = self._commits.settle((epoch.epoch, number - epoch.base), deadline)
+        key = self._commits.key_of(number)
+        if key is not None:
+            outcome = self._commits.settle(key, deadline)
             if outcome.state == "aborted":
                 self._commits.raise_failure()
                 raise aborted(outcome)
@@ -210,13 +210,9 @@ class Publisher:
         return f"Publisher({self.policy!r}, rank={self.seat.rank}/{self.seat.world_size}, world={self.seat.world!r})"
 
     # ---- the epoch
-    # -------------------------------------------------------------------------------------------------------
 
     def _count_call(self, deadline: float) -> Seat:
         """Make this call the k-th of the open epoch, which is claimed (again) where this rank has none."""
-        for ended in list(self._commits.superseded):
-            self._claimant.superseded(ended)
-            self._commits.superseded.discard(ended)
         epoch = self._claimant.open_epoch
         if epoch is None:
             try:
@@ -224,20 +220,15 @@ class Publisher:
             except MxRLError as exc:
                 self._uncounted.append(f"{type(exc).__name__}: {exc}")
                 raise
-            self._k = 0
+        if epoch.epoch != self._counted:
+            self._k = self._commits.count_on(self._counted, self._k)
+            self._counted = epoch.epoch
             for text in self._uncounted:
                 self._k += 1
-                self._commits.submit(self._commit(epoch, error=text))
+                self._commits.submit(self._commit(epoch, error=text), epoch.base + self._k)
             self._uncounted.clear()
         self._k += 1
         return epoch
-
-    def _check_step(self, epoch: Seat, step: int | None) -> None:
-        if epoch.rejoined and self._k == 1 and step is None:
-            raise InvalidArgument(
-                f"a rank of world {self.seat.world!r} was replaced: publish(step=...) on every rank, so that the first "
-                "version after it is of one step, or start the world anew (group.restart())"
-            )
 
     def _commit(
         self,
@@ -270,10 +261,11 @@ class Publisher:
         if self._ring is None or self._closed:
             return
         self._announce(self._ring)
+        if self._commits.world is not None:
+            self._member.put(*self._commits.world)
         self._claimant.reassert(self._commits.held, self._k)
 
     # ---- slots
-    # -----------------------------------------------------------------------------------------------------------
 
     def _open_ring(self, layout: RankLayout) -> Ring:
         ring = Ring(self._endpoint, f"{self.policy}-pub{self.seat.rank}", layout, self._slots)

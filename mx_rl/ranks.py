@@ -12,6 +12,7 @@ from mx_rl.errors import IncompleteVersion, MxRLError, PeerLost
 from mx_rl.records import (
     AnyRankMessage,
     Decision,
+    EndpointRecord,
     Finished,
     Hello,
     Installed,
@@ -55,11 +56,10 @@ class Ranks:
         return self._served.name if self._served is not None else ""
 
     @property
-    def record(self) -> bytes:
-        return encode(self._served.record) if self._served is not None else b""
+    def record(self) -> EndpointRecord | None:
+        return self._served.record if self._served is not None else None
 
     # ---- both
-    # ----------------------------------------------------------------------------------------------------------
 
     def connect(self, seats: ReplicaSeats, member: Member) -> None:
         """Links to whom this rank talks to: rank 0 to all, the others to rank 0. Known links are kept."""
@@ -125,7 +125,6 @@ class Ranks:
             self._endpoint.unserve(self._served)
 
     # ---- rank 0
-    # --------------------------------------------------------------------------------------------------------
 
     def newcomers(self) -> bool:
         """Another process took a rank's seat since the last call: seats are to be read, the next round is a full
@@ -203,7 +202,6 @@ class Ranks:
         return finished
 
     # ---- the other ranks
-    # -------------------------------------------------------------------------------------------------
 
     def next_round(self, deadline: float) -> Round:
         """The round that rank 0 fixed. IncompleteVersion, naming rank 0, when it fixed none in time."""
@@ -224,12 +222,12 @@ class Ranks:
     def vote(self, own: Vote, deadline: float) -> Decision | None:
         """Send the vote; the decision, or None where it could not be learned."""
         self._send(0, own)
-        self._wait(lambda: self.follower.decision is not None, deadline, lambda: self._send(0, own))
+        self._wait(lambda: self.follower.decision is not None or 0 in self._lost, deadline, lambda: self._send(0, own))
         return self.follower.decision
 
     def report_install(self, own: Installed, deadline: float) -> Finished | None:
         self._send(0, own)
-        self._wait(lambda: self.follower.finished is not None, deadline, lambda: self._send(0, own))
+        self._wait(lambda: self.follower.finished is not None or 0 in self._lost, deadline, lambda: self._send(0, own))
         return self.follower.finished
 
 

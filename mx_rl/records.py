@@ -21,7 +21,7 @@ class _Base(msgspec.Struct, frozen=True, omit_defaults=True):
     pass
 
 
-# ---- the data plane: where memory lies -------------------------------------------------------------------------------
+# ---- the data plane: where memory lies
 
 
 class Place(_Base, kw_only=True):
@@ -93,7 +93,7 @@ class Holder(_Base, kw_only=True):
     sources: tuple[Source, ...]  # by rank of the replica
 
 
-# ---- commands: trainer ranks -----------------------------------------------------------------------------------------
+# ---- commands: trainer ranks
 
 
 class Command(_Base, kw_only=True, tag_field="c", tag=True):
@@ -182,7 +182,7 @@ class AwaitFree(Command, kw_only=True):
     source: Source
 
 
-# ---- commands: replicas ----------------------------------------------------------------------------------------------
+# ---- commands: replicas
 
 
 class Join(Command, kw_only=True):
@@ -268,7 +268,7 @@ AnyCommand = (
     | View
 )
 
-# ---- results ---------------------------------------------------------------------------------------------------------
+# ---- results
 
 
 class Result(_Base, kw_only=True, tag_field="r", tag=True):
@@ -370,7 +370,6 @@ class Answer(_Base, kw_only=True):
 
 
 # ---- messages between the ranks of a replica
-# ---------------------------------------------------------------------------
 
 
 class RankMessage(_Base, kw_only=True, tag_field="m", tag=True):

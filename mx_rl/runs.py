@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from mx_rl.columns import Ints, chunks, expand
-from mx_rl.table import ALIGN
 
 STAGE, SOURCE, NBYTES = range(3)
 
@@ -49,12 +48,11 @@ def byte_runs(owner: Ints, stage: Ints, source: Ints, size: Ints, whole: Ints, i
 
 
 def merge(owner: Ints, runs: Ints) -> tuple[Ints, Ints]:
-    """Join neighbours of one owner with the same gap on both sides, if it is no wider than the padding between boxes."""
+    """Join neighbours of one owner with the same gap on both sides: in the stage it is padding, so nothing is lost."""
     if len(runs) < 2:
         return owner, runs
     gap = runs[1:, :2] - runs[:-1, :2] - runs[:-1, NBYTES:]
-    joined = (owner[1:] == owner[:-1]) & (gap[:, STAGE] == gap[:, SOURCE]) & (gap[:, STAGE] < ALIGN)
-    joined &= gap[:, STAGE] >= 0
+    joined = (owner[1:] == owner[:-1]) & (gap[:, STAGE] == gap[:, SOURCE])
     first = np.flatnonzero(np.concatenate([[True], ~joined]))
     last = np.append(first[1:] - 1, len(runs) - 1)
     found = runs[first]

@@ -66,6 +66,7 @@ class Staging:
         self._allow_missing = tuple(allow_missing)
         self._progress: Progress | None = None
         self._plans: dict[tuple[str, ...], Plan] = {}
+        self._world: tuple[str, bytes] | None = None  # the world layout that was planned from last
         self._quarantine: list[Landing] = []
         # Slack for the padding of pieces that other cuts make; a plan that needs more gets another landing.
         self.landing = self._open_landing(layout.nbytes + layout.nbytes // 64 + (1 << 16))
@@ -78,6 +79,12 @@ class Staging:
         self._member.put(self.layout.hash, self.layout.encode())
         if self.landing.served is not None:
             self._member.put(self.landing.served.name, encode(self.landing.served.record))
+
+    def reassert(self) -> None:
+        """To a registry that forgot: a version that only replicas hold is of use with its world's layout only."""
+        self.announce()
+        if self._world is not None:
+            self._member.put(*self._world)
 
     def load(self, told: Round, seats: ReplicaSeats | None, deadline: float) -> Cargo:
         """Bring the version of this round into the stage.
@@ -97,15 +104,16 @@ class Staging:
             landing.close()
 
     # ---- plan
-    # ------------------------------------------------------------------------------------------------------------
 
     def _plan(self, record: VersionRecord, seats: ReplicaSeats | None) -> Plan:
         replica = seats.layouts if seats is not None else (self.layout.hash,)
         key = (record.layout, self.layout.hash, str(record.window_bytes), *replica)
         plan = self._plans.get(key)
         if plan is None:
+            world = self._blobs([record.layout], "world layout")[0]
+            self._world = (record.layout, world)
             plan = make_plan(
-                WorldLayout.decode(self._blobs([record.layout], "world layout")[0]),
+                WorldLayout.decode(world),
                 self.layout,
                 window_bytes=record.window_bytes,
                 replica=[RankLayout.decode(data) for data in self._blobs(replica, "layout of the replica")],
@@ -123,7 +131,6 @@ class Staging:
         return [found[name] for name in names]
 
     # ---- move
-    # ------------------------------------------------------------------------------------------------------------
 
     def _move(self, told: Round, record: VersionRecord, plan: Plan, deadline: float) -> Cargo:
         landing = self._landing_for(plan)
@@ -179,7 +186,6 @@ class Staging:
             log.warning("policy %s: lost agents could not be reported: %s", self._member.policy, exc)
 
     # ---- landings
-    # --------------------------------------------------------------------------------------------------------
 
     def _open_landing(self, nbytes: int) -> Landing:
         role = f"{self._member.policy}-r{self._rank}"

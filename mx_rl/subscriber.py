@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
-from mx_rl.claim import name_ranks
 from mx_rl.config import Options
 from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, unique_name
 from mx_rl.errors import (
@@ -25,6 +24,7 @@ from mx_rl.errors import (
     NotReady,
     PeerLost,
     RegistryLost,
+    StaleIncarnation,
     StaleVersion,
     Tainted,
     VersionAborted,
@@ -33,13 +33,13 @@ from mx_rl.errors import (
 from mx_rl.holds import Holds
 from mx_rl.install import Installer, Work
 from mx_rl.layout import RankLayout
+from mx_rl.membership import Membership
 from mx_rl.ranks import Ranks
 from mx_rl.records import (
     Ack,
+    AnyResult,
     Installed,
-    Join,
     Nothing,
-    ReplicaSeats,
     Resolve,
     Round,
     Source,
@@ -48,13 +48,14 @@ from mx_rl.records import (
     Vote,
 )
 from mx_rl.registry import Registry
-from mx_rl.reports import SyncReport
+from mx_rl.reports import SyncReport, Version
 from mx_rl.staging import Cargo, Staging
 from mx_rl.tensors import Tensors, resolve
 
 log = logging.getLogger("mx_rl")
 
 T = TypeVar("T")
+Number: TypeAlias = "int | Version | None"
 
 _POLL_S = 10.0
 _TRANSIENT = (VersionGone, PeerLost, RegistryLost, VersionAborted)
@@ -137,13 +138,12 @@ class Subscriber:
         self._held: tuple[Source, ...] = ()
         self._open_stage: Staged | None = None
         self._installer = Installer()
-        self._seats: ReplicaSeats | None = None
         self._staging: Staging | None = None
         self._ranks: Ranks | None = None
+        self._membership: Membership | None = None
         layout = RankLayout.of(resolve(tensors))
         self.incarnation = unique_name(f"{policy}-r{rank}")
         self.replica = replica or self.incarnation
-        self._named = replica is not None
         self._endpoint = Endpoint.acquire(registry, self.options)
         self._member = Member(self._endpoint, policy, self.incarnation, self._reassert)
         try:
@@ -157,17 +157,17 @@ class Subscriber:
                 allow_missing=allow_missing,
             )
             self._ranks = Ranks(self._endpoint, policy, self.replica, rank, world_size)
-            self._announce()
-            self._join(wait=0.0)
+            self._membership = Membership(
+                self._member, self._staging, self._ranks, self.replica, named=replica is not None
+            )
         except BaseException:
             self.close()
             raise
         close_at_exit(self)
 
     # ---- what users call
-    # -------------------------------------------------------------------------------------------------
 
-    def sync(self, at_least: int | None = None, exactly: int | None = None, *, timeout: float = 60.0) -> SyncReport:
+    def sync(self, at_least: Number = None, exactly: Number = None, *, timeout: float = 60.0) -> SyncReport:
         """Install the newest READY version (``at_least`` n, or ``exactly`` n) and return a SyncReport.
 
         Waits for the first version ever, or for ``at_least``; returns at once with kind "none" where nothing newer is
@@ -179,19 +179,22 @@ class Subscriber:
         """
         deadline = time.monotonic() + timeout
 
+        least, exact = _number(at_least), _number(exactly)
+
         def attempt() -> SyncReport:
-            staged = self._stage(at_least, exactly, deadline)
+            staged = self._stage(least, exact, deadline)
             return staged if isinstance(staged, SyncReport) else self._install(staged, deadline)
 
-        return self._persist(attempt, exactly, deadline)
+        return self._persist(attempt, exact, deadline)
 
-    def stage(self, at_least: int | None = None, exactly: int | None = None, *, timeout: float = 60.0) -> Staged | None:
+    def stage(self, at_least: Number = None, exactly: Number = None, *, timeout: float = 60.0) -> Staged | None:
         """Bring the newest version into the stage without installing it; None where nothing newer is there.
 
         Errors as for ``sync``. One version at a time: a staged one is discarded by the next ``stage``.
         """
         deadline = time.monotonic() + timeout
-        staged = self._persist(lambda: self._stage(at_least, exactly, deadline), exactly, deadline)
+        least, exact = _number(at_least), _number(exactly)
+        staged = self._persist(lambda: self._stage(least, exact, deadline), exact, deadline)
         return None if isinstance(staged, SyncReport) else staged
 
     @contextmanager
@@ -250,76 +253,24 @@ class Subscriber:
         return f"Subscriber({self.policy!r}, {seat}, version={self.version})"
 
     # ---- the replica
-    # -----------------------------------------------------------------------------------------------------
 
     @property
-    def _parts(self) -> tuple[Staging, Ranks]:
+    def _parts(self) -> tuple[Staging, Ranks, Membership]:
         check_open(self._closed, f"Subscriber({self.policy!r})")
         assert self._staging is not None
         assert self._ranks is not None
-        return self._staging, self._ranks
-
-    def _announce(self) -> None:
-        staging, ranks = self._parts
-        staging.announce()
-        if ranks.agent:
-            self._member.put(ranks.agent, ranks.record)
-
-    def _join(self, *, wait: float) -> ReplicaSeats:
-        staging, ranks = self._parts
-        self._seats = self._member.ask(
-            Join(
-                policy=self.policy,
-                replica=self.replica,
-                rank=self.rank,
-                ranks=self.world_size,
-                incarnation=self.incarnation,
-                layout=staging.layout.hash,
-                endpoint=ranks.agent,
-                named=self._named,
-                wait=wait,
-            ),
-            ReplicaSeats,
-        )
-        return self._seats
-
-    def _meet(self, deadline: float) -> None:
-        """All ranks of the replica have joined, and those who must talk are connected."""
-        staging, ranks = self._parts
-        layout = RankLayout.of(resolve(self._tensors))
-        if layout.hash != staging.layout.hash:
-            staging.layout = layout
-            self._announce()
-            self._join(wait=0.0)
-        if self.world_size == 1:
-            return
-        seats, renewed = self._seats, ranks.newcomers()
-        if renewed:
-            self._taint = self._taint or "a rank of the replica was replaced"
-        while renewed or seats is None or not seats.open or not ranks.connected:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                missing = [rank for rank, agent in enumerate(seats.agents if seats else ()) if not agent]
-                raise IncompleteVersion(
-                    f"replica {self.replica!r}: rank(s) {name_ranks(missing)} of {self.world_size} have not joined",
-                    version=None,
-                    missing=missing,
-                )
-            seats = self._join(wait=min(left, _POLL_S))
-            if seats.open:
-                ranks.connect(seats, self._member)
-                renewed = False
+        assert self._membership is not None
+        return self._staging, self._ranks, self._membership
 
     def _reassert(self) -> None:
-        if self._closed or self._staging is None or self._ranks is None:
+        membership = self._membership
+        if self._closed or membership is None:
             return
-        self._announce()
-        self._join(wait=0.0)
+        membership.reassert()
         if self.rank == 0 and self._record is not None:
             self._member.ask(self._acknowledgement("tainted" if self._taint else "installed", self._record.number))
 
     # ---- stage
-    # -----------------------------------------------------------------------------------------------------------
 
     def _persist(self, attempt: Callable[[], T], exactly: int | None, deadline: float) -> T:
         """Try again what may go well next time, until the deadline. An exact version that is gone does not come
@@ -337,18 +288,20 @@ class Subscriber:
                     nap = min(nap * 2, 1.0)
 
     def _stage(self, at_least: int | None, exactly: int | None, deadline: float) -> Staged | SyncReport:
-        staging, ranks = self._parts
+        staging, ranks, membership = self._parts
         if self._open_stage is not None:
             self._discard(self._open_stage, "another stage began")
         begun = time.monotonic()
-        self._meet(deadline)
+        membership.follow(RankLayout.of(resolve(self._tensors)))
+        if membership.meet(deadline):
+            self._taint = self._taint or "a rank of the replica was replaced"
         told = self._fix_target(at_least, exactly, deadline) if self.rank == 0 else ranks.next_round(deadline)
         resolved = time.monotonic() - begun
         if told.record is None:
             return self._nothing_newer(resolved)
         self._held = ()
         try:
-            cargo = staging.load(told, self._seats if self.world_size > 1 else None, deadline)
+            cargo = staging.load(told, membership.seats, deadline)
         except BaseException as exc:
             self._refuse_round(told.round, told.record.number, exc)
             raise
@@ -358,14 +311,14 @@ class Subscriber:
 
     def _fix_target(self, at_least: int | None, exactly: int | None, deadline: float) -> Round:
         """Rank 0: which version, from whom. Waits for one that satisfies the call."""
-        staging, ranks = self._parts
+        staging, ranks, _ = self._parts
         record = self._record
         mine = record.number if record is not None else None
         whole = mine is not None and self._taint is None
-        content = whole and (at_least is None or mine >= at_least) and exactly in (None, mine)
+        content = whole and (mine or 0) >= (at_least or 0) and exactly in (None, mine)
         while True:
             left = deadline - time.monotonic()
-            found = self._member.ask(
+            found: AnyResult = self._member.ask(
                 Resolve(
                     policy=self.policy,
                     replica=self.replica,
@@ -391,7 +344,7 @@ class Subscriber:
                 raise self._not_ready(found, at_least, exactly)
 
     def _offer(self, found: Target, whole: bool, exactly: int | None) -> Round:
-        _, ranks = self._parts
+        _, ranks, _ = self._parts
         offered, mine = found.record.number, self.version
         if whole and mine is not None and offered < mine and exactly is None:
             raise StaleVersion(
@@ -432,7 +385,6 @@ class Subscriber:
         )
 
     # ---- install
-    # ---------------------------------------------------------------------------------------------------------
 
     def _install(self, staged: Staged, deadline: float) -> SyncReport:
         with self._busy:
@@ -475,7 +427,7 @@ class Subscriber:
         self._conclude(staged, fault, max(deadline, time.monotonic() + self.options.lease_s))
 
     def _decide(self, staged: Staged, deadline: float) -> tuple[bool, str]:
-        _, ranks = self._parts
+        _, ranks, _ = self._parts
         vote = Vote(round=staged.round, rank=self.rank, agree=True)
         if self.rank == 0:
             decision = ranks.collect_votes(vote, deadline)
@@ -501,7 +453,7 @@ class Subscriber:
 
     def _conclude(self, staged: Staged, fault: BaseException | None, deadline: float) -> None:
         """All ranks have installed, or the replica is tainted on all of them."""
-        _, ranks = self._parts
+        _, ranks, _ = self._parts
         reason = "" if fault is None else f"{type(fault).__name__}: {fault}"[:1024]
         mine = Installed(
             round=staged.round, rank=self.rank, agree=fault is None, reason=reason, source=staged.cargo.source
@@ -522,7 +474,8 @@ class Subscriber:
     def _raise_called_off(self, version: int, reason: str) -> None:
         """A round that may go well next time is VersionAborted, which ``sync`` tries again; anything else is final."""
         text = f"version {version} was not installed on replica {self.replica!r}: {reason}"
-        transient = [kind.__name__ for kind in (*_TRANSIENT, *PeerLost.__subclasses__())]
+        kinds: tuple[type[MxRLError], ...] = (*_TRANSIENT, StaleIncarnation)
+        transient = [kind.__name__ for kind in kinds]
         if self.rank == 0 and not any(name in reason for name in transient):
             self._acknowledge("failed", version, reason)
             raise IncompleteVersion(text, version=version, missing=[])
@@ -530,7 +483,7 @@ class Subscriber:
 
     def _refuse_round(self, number: int, version: int, exc: BaseException) -> None:
         """This rank cannot install: the round ends with nothing changed anywhere."""
-        _, ranks = self._parts
+        _, ranks, _ = self._parts
         reason = f"{type(exc).__name__}: {exc}"[:1024]
         if self.rank:
             ranks.refuse(Vote(round=number, rank=self.rank, agree=False, reason=reason))
@@ -552,7 +505,6 @@ class Subscriber:
             self._open_stage = None
 
     # ---- hooks and reports
-    # -----------------------------------------------------------------------------------------------
 
     def _call_before(self, previous: int | None, version: int, deadline: float) -> None:
         nap = 0.01
@@ -608,6 +560,10 @@ class Subscriber:
             retries=haul.retries,
             refused=dict(haul.refused),
         )
+
+
+def _number(version: Number) -> int | None:
+    return version.number if isinstance(version, Version) else version
 
 
 def _check_arguments(

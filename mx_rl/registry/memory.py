@@ -71,7 +71,7 @@ class MemoryRegistry(Registry):
         if not self._changed.acquire(timeout=timeout):
             raise RegistryLost(f"{self.url}: busy for {timeout} s")
         try:
-            return self._state.forget(policy)
+            return self._state.forget(policy, self._clock())
         finally:
             self._changed.release()
 

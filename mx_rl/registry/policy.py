@@ -229,6 +229,10 @@ class Policy:
         member = self.members.get(incarnation)
         return member is not None and not member.lingers and self._within(member, now)
 
+    def anyone(self, now: float) -> bool:
+        """A member's lease lasts, whatever the transport says of it."""
+        return any(now - member.seen <= self.rules.lease_s for member in self.members.values())
+
     def serves(self, agent: str, now: float) -> bool:
         """Memory of ``agent`` may be read. "" names an empty share."""
         if not agent:

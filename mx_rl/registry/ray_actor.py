@@ -51,7 +51,7 @@ class RegistryActor:
             grace_max_s=grace_max_s,
             settle_s=settle_s if internal_kv._internal_kv_exists(self._mark, namespace=KV_NAMESPACE) else 0.0,
         )
-        # Taken away by ``end`` only: where it is found, another process served members until it died.
+        # Taken away by ``_tend`` only: where it is found, another process served members until it died.
         internal_kv._internal_kv_put(self._mark, b"1", overwrite=True, namespace=KV_NAMESPACE)
         threading.Thread(target=self._tend, name="mx_rl-registry-sweep", daemon=True).start()
 
@@ -94,22 +94,10 @@ class RegistryActor:
         from ray.experimental import internal_kv
 
         with self._lock:
-            forgotten = self._state.forget(policy)
+            forgotten = self._state.forget(policy, time.time())
             if forgotten:
                 internal_kv._internal_kv_del(self._prefix + policy.encode(), namespace=KV_NAMESPACE)
         return forgotten
-
-    async def end(self) -> None:
-        """Leave the process, if still nobody is a member. Ray does not restart an actor that left by itself."""
-        from ray.experimental import internal_kv
-
-        with self._lock:
-            self._state.sweep(time.time())
-            if self._state.idle_s() <= self._state.rules.lease_s:
-                return
-            self._ending = True
-            internal_kv._internal_kv_del(self._mark, namespace=KV_NAMESPACE)
-        _ray().actor.exit_actor()
 
     def _apply(self, command: AnyCommand, *, final: bool, again: bool) -> bytes | None:
         with self._lock:
@@ -153,13 +141,17 @@ class RegistryActor:
             del self._state.unsaved[policy]
 
     def _tend(self) -> None:
+        """Sweep; and one lease after the last member left, end the actor for good."""
+        from ray.experimental import internal_kv
+
         while not self._ending:
             time.sleep(1.0)
             with self._lock:
                 self._state.sweep(time.time())
-                idle = self._state.idle_s() > self._state.rules.lease_s
-            if idle:
-                self._me.end.remote()
+                self._ending = self._state.idle_s() > self._state.rules.lease_s
+        internal_kv._internal_kv_del(self._mark, namespace=KV_NAMESPACE)
+        # ray.actor.exit_actor hangs where concurrency groups have event loops of their own (ray 2.60).
+        _ray().kill(self._me, no_restart=True)
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> None:

@@ -105,7 +105,7 @@ def ack(policy: Policy, command: Ack, now: float) -> Ok | Refused:
         policy.end_lease(replica.name)
     if record is not None and record.number < replica.number:
         return Ok()
-    policy.bump()
+    before = (replica.said, replica.reason, replica.record, replica.held, replica.acked, replica.failed)
     replica.said, replica.reason = command.state, command.reason
     if command.state == "tainted":
         replica.state = "tainted"
@@ -119,6 +119,8 @@ def ack(policy: Policy, command: Ack, now: float) -> Ok | Refused:
         replica.failed = max(replica.failed, number)
     for rank, source in enumerate(replica.held):
         policy.owners.setdefault(source.agent, replica.incarnations[rank])
+    if before != (replica.said, replica.reason, replica.record, replica.held, replica.acked, replica.failed):
+        policy.bump()
     return Ok()
 
 

@@ -100,10 +100,10 @@ class State:
                 self.policies[name] = found
         return found
 
-    def forget(self, name: str) -> bool:
+    def forget(self, name: str, now: float) -> bool:
         """Drop a policy with its floor, so that its numbers begin anew. False while members live."""
         found = self.policies.get(name)
-        if found is not None and found.members:
+        if found is not None and found.anyone(self.advance(now)):
             return False
         self.policies.pop(name, None)
         self.saved.pop(name, None)
@@ -115,7 +115,7 @@ class State:
         now = self.advance(now)
         for policy in list(self.policies.values()):
             self.sweep_policy(policy, now)
-        if any(policy.members for policy in self.policies.values()):
+        if any(policy.anyone(now) for policy in self.policies.values()):
             self.idle_since = None
         elif self.idle_since is None:
             self.idle_since = now

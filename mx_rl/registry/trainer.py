@@ -190,29 +190,14 @@ def _layouts(epoch: Epoch, item: Round) -> tuple[str, ...]:
 def _settle(policy: Policy, epoch: Epoch, k: int, item: Round) -> None:
     """Decide what can be decided: aborted by the first error or difference, READY when all agree and are declared."""
     commits = dict(sorted(item.commits.items()))
-    errors = [f"rank {rank}: {entry.error}" for rank, entry in commits.items() if entry.error is not None]
-    if errors:
-        return abort(policy, epoch, k, "; ".join(errors[:10]))
     full = len(commits) == len(epoch.seats)
-    steps = {rank: entry.step for rank, entry in commits.items()}
-    given = {step for step in steps.values() if step is not None}
-    if len(given) > 1 or (full and epoch.rejoined and not epoch.ready and (None in steps.values())):
-        why = (
-            "ranks gave different steps"
-            if len(given) > 1
-            else ("a rank of this world was replaced, so that its first version needs step= on every rank")
-        )
-        listed = ", ".join(f"rank {rank}: {step}" for rank, step in list(steps.items())[:10])
-        return abort(
-            policy, epoch, k, f"StepMismatch: {why} ({listed})", {str(rank): step for rank, step in steps.items()}
-        )
-    windows = {rank: entry.window_bytes for rank, entry in commits.items() if entry.source is not None}
-    if len(set(windows.values())) > 1:
-        listed = ", ".join(f"rank {rank}: {size}" for rank, size in list(windows.items())[:10])
-        return abort(policy, epoch, k, f"window_bytes must be equal on all ranks ({listed})")
+    reason, steps = _disagreement(epoch, commits, full=full)
+    if reason:
+        abort(policy, epoch, k, reason, steps)
+        return
     layouts = _layouts(epoch, item)
     if not full or layouts not in policy.declared:
-        return None
+        return
     for older in sorted(other for other in epoch.staging() if other < k):
         abort(policy, epoch, older, f"publish {k} of this epoch became READY first")
     if epoch.base + k <= policy.floor:
@@ -221,28 +206,41 @@ def _settle(policy: Policy, epoch: Epoch, k: int, item: Round) -> None:
     policy.highest = max(policy.highest, item.number)
     item.state, item.layouts, item.commits = "ready", layouts, {}
     epoch.ready = True
-    policy.become_ready(_record(policy, epoch, item.number, commits, windows, policy.declared[layouts], given))
+    policy.become_ready(_record(policy, epoch, item.number, commits, policy.declared[layouts]))
 
 
-def _record(
-    policy: Policy,
-    epoch: Epoch,
-    number: int,
-    commits: dict[int, Commit],
-    windows: dict[int, int],
-    layout: str,
-    steps: set[int],
-) -> VersionRecord:
+def _disagreement(epoch: Epoch, commits: dict[int, Commit], *, full: bool) -> tuple[str, dict[str, int | None]]:
+    """(why this version can never be READY, the steps by rank where they are why); "" while it still can."""
+    errors = [f"rank {rank}: {entry.error}" for rank, entry in commits.items() if entry.error is not None]
+    if errors:
+        return "; ".join(errors[:10]), {}
+    steps = {rank: entry.step for rank, entry in commits.items()}
+    why = ""
+    if len(set(steps.values()) - {None}) > 1:
+        why = "ranks gave different steps"
+    elif full and epoch.rejoined and not epoch.ready and None in steps.values():
+        why = "a rank of this world was replaced, so that its first version needs step= on every rank"
+    if why:
+        listed = ", ".join(f"rank {rank}: {step}" for rank, step in list(steps.items())[:10])
+        return f"StepMismatch: {why} ({listed})", {str(rank): step for rank, step in steps.items()}
+    windows = {rank: entry.window_bytes for rank, entry in commits.items() if entry.source is not None}
+    if len(set(windows.values())) > 1:
+        listed = ", ".join(f"rank {rank}: {size}" for rank, size in list(windows.items())[:10])
+        return f"window_bytes must be equal on all ranks ({listed})", {}
+    return "", {}
+
+
+def _record(policy: Policy, epoch: Epoch, number: int, commits: dict[int, Commit], layout: str) -> VersionRecord:
     kinds = {entry.kind for entry in commits.values()}
     return VersionRecord(
         policy=policy.name,
         number=number,
         epoch=epoch.number,
         nonce=epoch.nonce,
-        step=next(iter(steps), None),
+        step=next((entry.step for entry in commits.values() if entry.step is not None), None),
         kind=kinds.pop() if len(kinds) == 1 else "full",
         layout=layout,
-        window_bytes=next(iter(windows.values()), 0),
+        window_bytes=next((entry.window_bytes for entry in commits.values() if entry.source is not None), 0),
         sources=tuple(entry.source or EMPTY_SHARE for entry in commits.values()),
         wire_bytes=sum(entry.wire_bytes for entry in commits.values()),
         metadata=commits[0].metadata or b"{}",

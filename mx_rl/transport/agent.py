@@ -36,7 +36,7 @@ def memory_of(device: str) -> tuple[str, int]:
         return "DRAM", 0
     if kind == "cuda":
         return "VRAM", int(number or 0)
-    raise InvalidArgument(f"device {device!r}: NIXL moves \"cpu\" and \"cuda\" memory")
+    raise InvalidArgument(f'device {device!r}: NIXL moves "cpu" and "cuda" memory')
 
 
 def load_nixl() -> tuple[Any, str]:

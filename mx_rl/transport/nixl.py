@@ -20,7 +20,7 @@ from mx_rl.transport.base import Flow, Link, Receiver, Region, Route, Server, Tr
 from mx_rl.transport.flow import ReadFlow, Reads, check_header
 from mx_rl.transport.lanes import choose_lane
 from mx_rl.transport.place import rdma_devices
-from mx_rl.transport.requested import Asking, Desk, RequestedFlow, send_table
+from mx_rl.transport.requested import Asking, Desk, HeaderQuestion, RequestedFlow, send_table
 from mx_rl.transport.runs import NBYTES, SOURCE, STAGE, check_choice, check_windows
 from mx_rl.transport.service import Service
 from mx_rl.transport.wire import REQUEST, USER, Bye, Drop, Hello, Outbox, Request, decode_reply, encode
@@ -115,7 +115,6 @@ class _Peer:
         self.moves = 0  # Moves that are not released
         self.outbox = Outbox()
         self.introduced = False
-        self.talked = False
 
 
 class NixlReceiver(Receiver):
@@ -124,7 +123,10 @@ class NixlReceiver(Receiver):
         self.regions = tuple(regions)
         self.options = options
         self.agent = Agent(name, options)
-        self.metadata = self.agent.register(regions)
+        # An agent that has registered nothing cannot be answered: its metadata names no backend.
+        self._anchor = np.zeros(HEADER_BYTES, dtype=np.uint8)
+        anchor = Region(address=int(self._anchor.ctypes.data), nbytes=HEADER_BYTES)
+        self.metadata = self.agent.register(regions or [anchor])
         self.lines = _Lines(self.agent)
         self.desk = Desk()
         self.lock = threading.RLock()
@@ -177,6 +179,8 @@ class NixlReceiver(Receiver):
             if self._fence is None:
                 reads_ended = self._reads_ended()
                 self._fence = reads_ended and (self.desk.settled or not self._unfenced)
+                for peer in self._peers.values():
+                    self._bid_farewell(peer)
                 if reads_ended:
                     for moves in [*self._stage_moves, *(moves for _, moves, _ in self._leaving)]:
                         moves.discard()
@@ -248,11 +252,9 @@ class NixlReceiver(Receiver):
         with self.lock:
             if self._fence is not None:
                 return
-            if peer.links == 1 and peer.talked:
-                with contextlib.suppress(PeerLost):  # then there is nobody to tell
-                    self.send(peer, REQUEST, encode(Bye()))
-                peer.outbox, peer.introduced, peer.talked = Outbox(), False, False
             peer.links -= 1
+            if not peer.links:
+                self._bid_farewell(peer)
             self._part(peer)
 
     def _part(self, peer: _Peer) -> None:
@@ -261,8 +263,18 @@ class NixlReceiver(Receiver):
 
     def send(self, peer: _Peer, kind: bytes, body: bytes) -> None:
         with self.lock:
-            peer.talked = True
-            self.agent.notify(peer.name, peer.outbox.frame(kind, body))
+            frame = peer.outbox.frame
+            if not peer.introduced:
+                # Also before a mere message: the source could not tell otherwise whether its sender still lives.
+                peer.introduced = True
+                self.agent.notify(peer.name, frame(REQUEST, encode(Hello(metadata=self.metadata))))
+            self.agent.notify(peer.name, frame(kind, body))
+
+    def _bid_farewell(self, peer: _Peer) -> None:
+        if peer.introduced:
+            with contextlib.suppress(PeerLost):  # then there is nobody to tell
+                self.send(peer, REQUEST, encode(Bye()))
+            peer.outbox, peer.introduced = Outbox(), False
 
 
 class _Lines:
@@ -335,8 +347,9 @@ class NixlLink(Link):
         self.receiver = receiver
         self.record = record
         self.peer = peer
-        self._headers: dict[int, _HeaderReads] = {}
+        self._headers: dict[int, _HeaderReads | HeaderQuestion] = {}
         self._closed = False
+        self.asking = Asking(peer.name, receiver.desk, send=self.request, pump=receiver.pump)
 
     def header(self, region: int, *, timeout: float) -> tuple[int, int]:
         deadline = time.monotonic() + timeout
@@ -361,7 +374,11 @@ class NixlLink(Link):
             raise Closed(f"the link to {self.peer.name} is closed")
         reads = self._headers.get(region)
         if reads is None:
-            reads = self._headers[region] = _HeaderReads(self.receiver, self.peer, self.record.regions[region].header)
+            address = self.record.regions[region].header
+            reads = (
+                HeaderQuestion(self.asking, address) if self.writes else _HeaderReads(self.receiver, self.peer, address)
+            )
+            self._headers[region] = reads
         ended = reads.poll() if reads.busy else reads.post()
         return reads.words() if ended else None
 
@@ -369,11 +386,7 @@ class NixlLink(Link):
         self.receiver.send(self.peer, USER, message)
 
     def request(self, request: Request) -> None:
-        with self.receiver.lock:
-            if not self.peer.introduced:
-                self.peer.introduced = True
-                self.receiver.send(self.peer, REQUEST, encode(Hello(metadata=self.receiver.metadata)))
-            self.receiver.send(self.peer, REQUEST, encode(request))
+        self.receiver.send(self.peer, REQUEST, encode(request))
 
     def route(self, region: int, windows: Windows) -> Route:
         block = self.record.regions[region]
@@ -398,13 +411,8 @@ class _RequestedRoute(Route):
         self._count = len(windows)
         self._table = link.receiver.new_table()
         self._closed = False
-        self._asking = Asking(
-            link.peer.name,
-            link.receiver.desk,
-            send=link.request,
-            pump=link.receiver.pump,
-            probe=lambda: link.try_header(region),
-        )
+        self._asking = link.asking
+        self._region = region
         header = link.record.regions[region].header
         send_table(self._asking, self._table, windows, nonce=link.record.nonce, header=header, device=my_device)
 
@@ -413,7 +421,12 @@ class _RequestedRoute(Route):
             raise Closed("this route is closed")
         chosen = check_choice(windows, self._count)
         return RequestedFlow(
-            self._asking, self._table, nonce=self._link.record.nonce, generation=generation, windows=chosen
+            self._asking,
+            self._table,
+            nonce=self._link.record.nonce,
+            generation=generation,
+            windows=chosen,
+            probe=lambda: self._link.try_header(self._region),
         )
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from mx_rl.transport.flow import check_generation, check_header
 from mx_rl.transport.wire import (
     PART_BYTES,
     WINDOWS_PER_WANT,
+    Ask,
     Cancel,
     Done,
     Ended,
@@ -26,12 +27,14 @@ from mx_rl.transport.wire import (
     Request,
     Table,
     TablePart,
+    Told,
     Want,
     encode,
 )
 
 PROBE_S = 0.1
-"""After so long without an answer the source's header is read: a dead source answers nothing, but that read fails."""
+"""After so long without an answer the source is asked for its header: one that died answers nothing, but asking fails."""
+ASK_AGAIN_S = 0.5
 
 
 class Desk:
@@ -84,31 +87,79 @@ class Desk:
 
 
 class Asking:
-    """What a flow needs of its link. ``send`` raises PeerLost; ``pump`` takes in what has arrived for all flows;
-    ``probe`` reads the source's header without waiting: its words, or None while that is under way."""
+    """What a flow needs of its link. ``send`` raises PeerLost; ``pump`` takes in what has arrived for all flows."""
 
-    def __init__(
-        self,
-        peer: str,
-        desk: Desk,
-        *,
-        send: Callable[[Request], None],
-        pump: Callable[[], None],
-        probe: Callable[[], tuple[int, int] | None],
-    ) -> None:
+    def __init__(self, peer: str, desk: Desk, *, send: Callable[[Request], None], pump: Callable[[], None]) -> None:
         self.peer = peer
         self.desk = desk
         self.send = send
         self.pump = pump
-        self.probe = probe
+
+
+class HeaderQuestion:
+    """A header asked for, one question at a time."""
+
+    def __init__(self, asking: Asking, header: int) -> None:
+        self._asking = asking
+        self._header = header
+        self._flow = 0
+        self._sent = 0.0
+        self._words = (0, 0)
+
+    @property
+    def busy(self) -> bool:
+        return self._flow != 0
+
+    def post(self) -> bool:
+        self._flow = self._asking.desk.open(self._asking.peer)
+        self._send()
+        return False
+
+    def poll(self) -> bool:
+        if not self._flow:
+            return True
+        self._asking.pump()
+        for reply in self._asking.desk.take(self._flow):
+            if isinstance(reply, Told):
+                self._words = (reply.nonce, reply.word)
+                self.close()
+                return True
+            if isinstance(reply, Refused):
+                self.close()
+                raise InvalidArgument(f"{self._asking.peer} refused to answer: {reply.reason}")
+        if time.monotonic() - self._sent > ASK_AGAIN_S:
+            self._send()  # not since a question might be lost, but since only sending tells that nobody is there
+        return False
+
+    def _send(self) -> None:
+        self._sent = time.monotonic()
+        try:
+            self._asking.send(Ask(flow=self._flow, header=self._header))
+        except MxRLError:
+            self.close()
+            raise
+
+    def words(self) -> tuple[int, int]:
+        return self._words
+
+    def close(self) -> None:
+        self._asking.desk.forget(self._flow)
+        self._flow = 0
 
 
 def send_table(asking: Asking, table: int, windows: Windows, *, nonce: int, header: int, device: str) -> None:
     """Tell the source the runs of a route, once."""
-    runs, starts, needs = (np.ascontiguousarray(part, dtype="<i8") for part in (windows.runs, windows.starts, windows.needs))
+    runs, starts, needs = (
+        np.ascontiguousarray(part, dtype="<i8") for part in (windows.runs, windows.starts, windows.needs)
+    )
     data = encode(
         Table(
-            nonce=nonce, header=header, device=device, runs=runs.tobytes(), starts=starts.tobytes(), needs=needs.tobytes()
+            nonce=nonce,
+            header=header,
+            device=device,
+            runs=runs.tobytes(),
+            starts=starts.tobytes(),
+            needs=needs.tobytes(),
         )
     )
     pieces = [data[at : at + PART_BYTES] for at in range(0, len(data), PART_BYTES)]
@@ -117,10 +168,23 @@ def send_table(asking: Asking, table: int, windows: Windows, *, nonce: int, head
 
 
 class RequestedFlow(Flow):
-    """Windows asked for at once; the source writes each as soon as it has it."""
+    """Windows asked for at once; the source writes each as soon as it has it.
 
-    def __init__(self, asking: Asking, table: int, *, nonce: int, generation: int, windows: Sequence[int]) -> None:
+    ``probe`` asks for the source's header without waiting: its words, or None while that is under way.
+    """
+
+    def __init__(
+        self,
+        asking: Asking,
+        table: int,
+        *,
+        nonce: int,
+        generation: int,
+        windows: Sequence[int],
+        probe: Callable[[], tuple[int, int] | None],
+    ) -> None:
         self._asking = asking
+        self._probe = probe
         self._nonce = nonce
         self._generation = generation
         self._left = set(windows)
@@ -169,13 +233,13 @@ class RequestedFlow(Flow):
                 fresh = [window for window in reply.windows if window in self._left]
                 confirmed += fresh
                 self._left.difference_update(fresh)
-            else:
+            elif not isinstance(reply, Told):
                 self._over = True
                 self._raise(reply)
         if not self._left:
             self._over = True
         elif not confirmed and time.monotonic() - self._heard > PROBE_S:
-            words = asking.probe()
+            words = self._probe()
             if words is not None:
                 self._heard = time.monotonic()
                 generation, _ = check_header(words, nonce=self._nonce, peer=asking.peer)

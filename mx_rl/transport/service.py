@@ -24,6 +24,7 @@ from mx_rl.transport.wire import (
     MAX_TABLE_BYTES,
     PART_BYTES,
     USER,
+    Ask,
     Bye,
     Cancel,
     Done,
@@ -37,20 +38,28 @@ from mx_rl.transport.wire import (
     Request,
     Table,
     TablePart,
+    Told,
     Want,
     decode_request,
     decode_table,
     encode,
+    session_of,
 )
 
 MAX_READERS = 4096
 MAX_TABLES = 64
 MAX_FLOWS = 256
 MAX_WINDOWS = 1 << 22
-PROBE_S = 5.0
+PROBE_S = 2.0
 """How often a reader that asks for nothing is tried, so that one which died in silence is forgotten."""
+STRANGER_S = 60.0
+"""A sender that never said how to reach it is forgotten after so long without a word."""
 
 _log = logging.getLogger(__name__)
+
+
+def _words(header: int) -> tuple[int, int]:
+    return ctypes.c_uint64.from_address(header).value, ctypes.c_uint64.from_address(header + 8).value
 
 
 class _Route:
@@ -61,9 +70,6 @@ class _Route:
         self.header = table.header
         self.needs: list[int] = windows.needs.tolist()
         self.moves = moves
-
-    def words(self) -> tuple[int, int]:
-        return ctypes.c_uint64.from_address(self.header).value, ctypes.c_uint64.from_address(self.header + 8).value
 
 
 class _Flow:
@@ -112,6 +118,7 @@ class Service:
         self._regions = tuple(regions)
         self._in_flight = in_flight
         self._readers: dict[str, _Reader] = {}
+        self._past: dict[str, int] = {}  # readers that left and their sessions: frames of theirs may still come in
         self._active: dict[str, _Reader] = {}  # with something to do, or to see end
         self._probed = time.monotonic()
 
@@ -123,8 +130,12 @@ class Service:
         """A frame from a peer; returns the users' messages that are due now."""
         reader = self._readers.get(sender)
         if reader is None:
+            if session_of(frame) <= self._past.get(sender, -1):
+                return []
             self._make_room()
             reader = self._readers[sender] = _Reader(sender)
+        if reader.gone and session_of(frame) <= reader.inbox.session:
+            return []
         reader.heard = time.monotonic()
         messages = []
         try:
@@ -198,6 +209,8 @@ class Service:
                     self._tell(reader, Ended(flow=request.flow))
                 else:
                     flow.cancelled = True
+            case Ask():
+                self._ask(reader, request)
             case Drop():
                 self._drop(reader, request.table)
             case Bye():
@@ -226,10 +239,7 @@ class Service:
         )
         everywhere = Region(address=0, nbytes=(1 << 63) - 1, device=table.device)  # NIXL checks it against the metadata
         my_device, their_device = check_windows(windows, source=self._regions, stage=[everywhere])
-        if table.header % 8 or not any(
-            region.device == "cpu" and region.address <= table.header <= region.address + region.nbytes - HEADER_BYTES
-            for region in self._regions
-        ):
+        if not self._is_header(table.header):
             raise InvalidArgument(f"a header at {table.header:#x}: not in the memory that is served here")
         moves = Moves(
             self._agent,
@@ -243,6 +253,19 @@ class Service:
             their_device=their_device,
         )
         return _Route(table, windows, moves)
+
+    def _is_header(self, address: int) -> bool:
+        return address % 8 == 0 and any(
+            region.device == "cpu" and region.address <= address <= region.address + region.nbytes - HEADER_BYTES
+            for region in self._regions
+        )
+
+    def _ask(self, reader: _Reader, ask: Ask) -> None:
+        if self._is_header(ask.header):
+            nonce, word = _words(ask.header)
+            self._tell(reader, Told(flow=ask.flow, nonce=nonce, word=word))
+        else:
+            self._tell(reader, Refused(flow=ask.flow, reason=f"no header at {ask.header:#x}"))
 
     def _want(self, reader: _Reader, want: Want) -> None:
         route = reader.routes.get(want.table)
@@ -275,7 +298,7 @@ class Service:
         moves = flow.route.moves
         ended = [window for window in flow.posted if moves.poll(window)]
         # Read after the writes were seen to end: the same generation as before they were posted means none is torn.
-        nonce, word = flow.route.words()
+        nonce, word = _words(flow.route.header)
         generation, count = unpack(word)
         current = nonce == flow.route.nonce and word != CLOSED and generation == flow.generation
         if not current:
@@ -325,9 +348,10 @@ class Service:
                     self._agent.notify(reader.name, b"")
                 except MxRLError:
                     self._forget(reader)
+            elif not reader.known and time.monotonic() - reader.heard > STRANGER_S:
+                self._forget(reader)
 
     def _make_room(self) -> None:
-        """Of readers that only ever sent messages nothing tells whether they live: drop the one silent for longest."""
         if len(self._readers) >= MAX_READERS:
             oldest = min(self._readers.values(), key=lambda reader: (reader.known, reader.heard))
             _log.warning("%s has %d readers: %s is forgotten", self._agent.name, MAX_READERS, oldest.name)
@@ -362,3 +386,6 @@ class Service:
         if reader.known:
             self._agent.remove_peer(reader.name)
         del self._readers[reader.name]
+        self._past[reader.name] = reader.inbox.session
+        if len(self._past) > MAX_READERS:
+            del self._past[next(iter(self._past))]

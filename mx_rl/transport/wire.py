@@ -61,6 +61,14 @@ class Cancel(_Base, frozen=True, kw_only=True):
     flow: int
 
 
+class Ask(_Base, frozen=True, kw_only=True):
+    """What does the header at this address say? Answered with Told. A 64-byte READ would ask the same of the source's NIC or
+    kernel, but over TCP even that aborts a source which was stopped while its reader died."""
+
+    flow: int
+    header: int
+
+
 class Drop(_Base, frozen=True, kw_only=True):
     table: int
 
@@ -69,7 +77,7 @@ class Bye(_Base, frozen=True, kw_only=True):
     pass
 
 
-Request = Hello | TablePart | Want | Cancel | Drop | Bye
+Request = Hello | TablePart | Want | Cancel | Ask | Drop | Bye
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +117,12 @@ class Ended(_Base, frozen=True, kw_only=True):
     flow: int
 
 
+class Told(_Base, frozen=True, kw_only=True):
+    flow: int
+    nonce: int
+    word: int
+
+
 class Refused(_Base, frozen=True, kw_only=True):
     """The request makes no sense to the source. Nothing was written for it."""
 
@@ -116,7 +130,7 @@ class Refused(_Base, frozen=True, kw_only=True):
     reason: str
 
 
-Reply = Done | Gone | Ended | Refused
+Reply = Done | Gone | Ended | Told | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -145,6 +159,13 @@ def _decode(decoder: msgspec.msgpack.Decoder[Kind], data: bytes) -> Kind:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
         raise CorruptRecord(f"{len(data)} bytes are no data-plane message: {exc}") from exc
+
+
+def session_of(frame: bytes) -> int:
+    """A frame's session; -1 for what is no frame."""
+    if len(frame) < _HEAD.size or frame[: len(_MAGIC)] != _MAGIC:
+        return -1
+    return int(_HEAD.unpack_from(frame)[1])
 
 
 class Outbox:

@@ -43,7 +43,7 @@ def ray_up() -> Iterator[None]:
     ray = pytest.importorskip("ray")
     mine = not ray.is_initialized()
     if mine:
-        ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": ROOT}})
+        ray.init(address="local", num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": ROOT}})
     yield
     if mine:
         ray.shutdown()
@@ -79,7 +79,9 @@ def test_a_version_goes_from_commit_to_installed(door: Open) -> None:
     lab.launch("a0", "a1")
     lab.join("r")
     record = lab.publish("a0", "a1", step=7, metadata=b'{"lr": 1e-6}')
-    assert record.number == 1 and record.step == 7 and record.metadata == b'{"lr": 1e-6}'
+    assert record.number == 1
+    assert record.step == 7
+    assert record.metadata == b'{"lr": 1e-6}'
     assert lab.install("r") == record
     done = lab.ask(AwaitInstalled(policy=POLICY, number=1))
     assert done == Installs(number=1, ready=True, installed=("r",), failed={}, missing=())
@@ -102,7 +104,8 @@ def test_a_waiting_reader_is_woken_by_the_commit_that_makes_the_version_ready(do
         until(lambda: waiting.running())
         assert lab.commit("a0").state == "ready"
         target = waiting.result(timeout=20.0)
-    assert isinstance(target, Target) and target.record.number == 1
+    assert isinstance(target, Target)
+    assert target.record.number == 1
 
 
 def test_a_wait_ends_with_nothing_when_its_time_is_over(door: Open) -> None:
@@ -112,7 +115,9 @@ def test_a_wait_ends_with_nothing_when_its_time_is_over(door: Open) -> None:
     lab.join("r")
     began = time.monotonic()
     nothing = lab.ask(Resolve(policy=POLICY, replica="r", incarnation="r", wait=0.6))
-    assert isinstance(nothing, Nothing) and nothing.missing == (0,) and nothing.staging == 1
+    assert isinstance(nothing, Nothing)
+    assert nothing.missing == (0,)
+    assert nothing.staging == 1
     assert time.monotonic() - began >= 0.5
 
 
@@ -154,7 +159,9 @@ def test_commands_sent_twice_change_nothing(door: Open) -> None:
     lab.install("r")
     lab.ask(PutBlob(policy=POLICY, key="k", data=b"v", owner="r"))
     view = lab.view()
-    assert view["floor"] == 1 and view["replicas"][0]["version"] == 1 and view["leases"] == []
+    assert view["floor"] == 1
+    assert view["replicas"][0]["version"] == 1
+    assert view["leases"] == []
 
 
 def test_a_blob_of_megabytes_comes_back_whole(door: Open) -> None:
@@ -182,7 +189,8 @@ def test_a_silent_replica_is_dropped_after_its_lease_and_ends_the_wait_for_it(do
     thread.start()
     try:
         done = lab.ask(AwaitInstalled(policy=POLICY, number=1, wait=25.0))
-        assert done.installed == ("r",) and "silent" in done.failed
+        assert done.installed == ("r",)
+        assert "silent" in done.failed
         assert [item["replica"] for item in lab.view()["replicas"]] == ["r"]
     finally:
         stop.set()

@@ -168,7 +168,9 @@ def test_names_are_compared_before_a_byte_moves_and_all_problems_come_at_once(re
             sub.sync(timeout=5)
         with subscriber(registry, {"a": torch.zeros(4)}) as sub, pytest.raises(UnexpectedTensors):
             sub.sync(timeout=5)
-        with subscriber(registry, {"a": torch.zeros(4), "mtp.x": torch.zeros(4)}, strict=False, allow_missing=["mtp.*"]) as sub:
+        with subscriber(
+            registry, {"a": torch.zeros(4), "mtp.x": torch.zeros(4)}, strict=False, allow_missing=["mtp.*"]
+        ) as sub:
             sub.sync(timeout=5)
 
 
@@ -281,7 +283,9 @@ def test_a_rank_whose_publish_raises_aborts_that_version_and_the_next_is_of_one_
 
 
 def test_different_steps_abort_the_version_and_are_named(registry):
-    pubs = [publisher(registry, {"w": shards_of(torch.ones(4, 2), r, 2)}, rank=r, world_size=2, world="w") for r in (0, 1)]
+    pubs = [
+        publisher(registry, {"w": shards_of(torch.ones(4, 2), r, 2)}, rank=r, world_size=2, world="w") for r in (0, 1)
+    ]
     versions = together(lambda: pubs[0].publish(step=3), lambda: pubs[1].publish(step=4))
     with pytest.raises(StepMismatch) as caught:
         pubs[0].wait(versions[0], replicas=0, timeout=5)
@@ -410,7 +414,10 @@ def test_hooks_run_around_the_install_and_a_failing_one_is_told(registry):
         if fail["after"]:
             raise RuntimeError("cache reset failed")
 
-    with publisher(registry, source) as pub, subscriber(registry, target, before_install=before, after_install=after) as sub:
+    with (
+        publisher(registry, source) as pub,
+        subscriber(registry, target, before_install=before, after_install=after) as sub,
+    ):
         one = pub.publish().number
         sub.sync(timeout=5)
         assert calls == [("before", None, one, 0.0), ("after", None, one, 1.0)]

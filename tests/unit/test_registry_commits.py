@@ -19,8 +19,11 @@ def test_a_version_is_ready_only_when_every_rank_committed_and_the_layout_is_dec
     ready = lab.wait()
     assert (ready.number, ready.state, ready.latest) == (1, "ready", 1)
     record = ready.record
-    assert record.step == 3 and record.metadata == b'{"x":1}' and record.wire_bytes == 200
-    assert record.layout == "W" and record.window_bytes == 4096
+    assert record.step == 3
+    assert record.metadata == b'{"x":1}'
+    assert record.wire_bytes == 200
+    assert record.layout == "W"
+    assert record.window_bytes == 4096
     assert record.sources == (source("a0", 1, 1), source("a1", 1, 1))
     assert lab.commit("a0", 0, k=2).missing == (1,)
     assert lab.commit("a1", 1, k=2).state == "ready", "a layout is declared once"
@@ -40,7 +43,8 @@ def test_repeating_a_commit_changes_nothing() -> None:
     first = lab.commit("a0", 0, source=source("a0", 0, 5))
     assert lab.commit("a0", 0, source=source("a0", 1, 9)) == first, "the first word counts"
     ready = lab.commit("a1", 1)
-    assert ready.state == "ready" and ready.record.sources[0] == source("a0", 0, 5)
+    assert ready.state == "ready"
+    assert ready.record.sources[0] == source("a0", 0, 5)
     changes = lab.state.changes(POLICY)
     assert lab.commit("a0", 0) == ready
     assert lab.commit("a1", 1) == ready
@@ -54,8 +58,10 @@ def test_an_error_on_one_rank_aborts_the_version_for_all_and_burns_its_number() 
     lab.declare("a0", 2)
     lab.commit("a0", 0)
     aborted = lab.commit("a1", 1, error="OutOfMemoryError: 3 GiB")
-    assert aborted.state == "aborted" and aborted.reason == "rank 1: OutOfMemoryError: 3 GiB"
-    assert lab.wait() == aborted and lab.commit("a0", 0) == aborted
+    assert aborted.state == "aborted"
+    assert aborted.reason == "rank 1: OutOfMemoryError: 3 GiB"
+    assert lab.wait() == aborted
+    assert lab.commit("a0", 0) == aborted
     assert lab.publish("a0", "a1", k=2).number == 2
     assert lab.view()["floor"] == 2
 
@@ -72,8 +78,11 @@ def test_different_steps_abort_the_version_and_name_ranks_and_steps() -> None:
     lab.launch("a0", "a1", "a2")
     lab.commit("a0", 0, step=7)
     aborted = lab.commit("a1", 1, step=8)
-    assert aborted.state == "aborted" and aborted.steps == {"0": 7, "1": 8}
-    assert aborted.reason.startswith("StepMismatch") and "rank 0: 7" in aborted.reason and "rank 1: 8" in aborted.reason
+    assert aborted.state == "aborted"
+    assert aborted.steps == {"0": 7, "1": 8}
+    assert aborted.reason.startswith("StepMismatch")
+    assert "rank 0: 7" in aborted.reason
+    assert "rank 1: 8" in aborted.reason
 
 
 def test_different_windows_abort_the_version() -> None:
@@ -81,7 +90,9 @@ def test_different_windows_abort_the_version() -> None:
     lab.launch("a0", "a1")
     lab.commit("a0", 0)
     aborted = lab.commit("a1", 1, window_bytes=8192)
-    assert aborted.state == "aborted" and "8192" in aborted.reason and "4096" in aborted.reason
+    assert aborted.state == "aborted"
+    assert "8192" in aborted.reason
+    assert "4096" in aborted.reason
 
 
 def test_a_rank_without_bytes_commits_an_empty_share() -> None:
@@ -90,7 +101,8 @@ def test_a_rank_without_bytes_commits_an_empty_share() -> None:
     lab.declare("a0", 2)
     lab.commit("a0", 0)
     record = lab.commit("a1", 1, source=None, window_bytes=0, wire_bytes=0).record
-    assert record.sources[1].agent == "" and record.window_bytes == 4096
+    assert record.sources[1].agent == ""
+    assert record.window_bytes == 4096
     lab.join("r")
     assert lab.resolve("r").trainer, "an empty share is always there"
 
@@ -104,7 +116,9 @@ def test_the_first_version_after_a_rejoin_needs_equal_steps_on_every_rank() -> N
     assert lab.claim("a0", 0, 2).rejoined
     lab.commit("a0", 0, k=1)
     aborted = lab.commit("b1", 1, k=1)
-    assert aborted.state == "aborted" and aborted.reason.startswith("StepMismatch") and aborted.steps
+    assert aborted.state == "aborted"
+    assert aborted.reason.startswith("StepMismatch")
+    assert aborted.steps
     lab.commit("a0", 0, k=2, step=5)
     assert lab.commit("b1", 1, k=2, step=5).state == "ready"
     lab.commit("a0", 0, k=3)
@@ -119,9 +133,12 @@ def test_a_lost_rank_aborts_what_is_staging_and_survivors_are_told_to_claim_agai
     assert lab.wait().state == "staging", "it may come back"
     lab.claim("b1", 1, 2)
     aborted = lab.wait(seat=old)
-    assert aborted.state == "aborted" and "b1" in aborted.reason
+    assert aborted.state == "aborted"
+    assert "b1" in aborted.reason
     again = lab.commit("a0", 0, k=2, step=2, seat=old)
-    assert error(again) == "IncompleteVersion" and again.fields["claim_again"] and again.fields["missing"] == [0]
+    assert error(again) == "IncompleteVersion"
+    assert again.fields["claim_again"]
+    assert again.fields["missing"] == [0]
     assert error(lab.commit("a1", 1, seat=old)) == "Fenced"
     lab.claim("a0", 0, 2)
     assert error(lab.commit("a0", 0, k=2, step=2, seat=old)) == "IncompleteVersion"
@@ -138,7 +155,8 @@ def test_a_rank_that_closed_aborts_what_it_has_not_committed() -> None:
     lab.ask(Leave(policy=POLICY, incarnation="a1"))
     assert lab.wait().state == "aborted"
     refusal = lab.commit("a0", 0, k=2)
-    assert error(refusal) == "IncompleteVersion" and "closed" in refusal.message
+    assert error(refusal) == "IncompleteVersion"
+    assert "closed" in refusal.message
 
 
 def test_a_version_may_become_ready_after_a_committed_rank_has_closed_but_keeps_serving() -> None:
@@ -200,7 +218,8 @@ def test_metadata_is_bounded() -> None:
     lab = StateLab()
     lab.launch("a0")
     refusal = lab.commit("a0", metadata=b"x" * (64 * 1024 + 1))
-    assert error(refusal) == "InvalidArgument" and "65537" in refusal.message
+    assert error(refusal) == "InvalidArgument"
+    assert "65537" in refusal.message
     assert lab.commit("a0", metadata=b"x" * 64 * 1024).state == "staging"
 
 

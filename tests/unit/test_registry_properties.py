@@ -75,10 +75,12 @@ class Run:
                 assert number > self.floor, f"READY {number} is not above the floor {self.floor}"
                 self.made += 1
             assert self.ready.setdefault(number, identity) == identity, f"two versions under number {number}"
-        if isinstance(command, Commit) and answer is not None and isinstance(answer.result, Outcome):
-            if answer.result.state == "ready":
-                key = (policy.epoch.world if policy.epoch else "", command.incarnation)
-                assert key not in policy.fenced, "a fenced incarnation committed a READY version"
+        fresh = set(policy.versions) - before
+        if isinstance(command, Commit) and fresh:
+            assert policy.epoch is not None
+            assert command.nonce == policy.epoch.nonce, "a commit of a superseded epoch made a version READY"
+            key = (policy.epoch.world, command.incarnation)
+            assert key not in policy.fenced, "a fenced incarnation made a version READY"
         self.floor = policy.floor
         if answer is not None:
             assert answer.floor in (0, policy.floor)
@@ -87,7 +89,8 @@ class Run:
                 assert self.ready.get(record.number, record.identity) == record.identity
                 assert record.number <= policy.floor
                 names = [holder.replica for holder in answer.result.holders]
-                assert len(names) <= 4 and getattr(command, "replica", "") not in names
+                assert len(names) <= 4
+                assert getattr(command, "replica", "") not in names
                 installed = getattr(command, "installed", None)
                 assert installed is None or record.number >= installed[2], "offered a version below the installed one"
         for value in (policy.versions, policy.leases, policy.replicas, policy.pending, policy.members):
@@ -316,6 +319,7 @@ def test_a_command_sent_twice_at_once_is_answered_alike_and_changes_nothing(
     view = apply(run.state, View(policy=POLICY), run.clock.now, final=True)
     again = run.send(command)
     assert again == first or isinstance(first, Target)
-    assert policy is run.state.policies.get(POLICY) and run.state.changes(POLICY) == changes
+    assert policy is run.state.policies.get(POLICY)
+    assert run.state.changes(POLICY) == changes
     if not isinstance(first, Target):
         assert apply(run.state, View(policy=POLICY), run.clock.now, final=True) == view

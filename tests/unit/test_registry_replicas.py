@@ -33,9 +33,12 @@ def free(lab: StateLab, region: int, agent: str = "a0") -> Any:
 def test_a_replica_is_open_when_all_its_ranks_have_joined() -> None:
     lab = StateLab()
     first = lab.join("r", 0, 2, incarnation="i0", layout="L0")
-    assert not first.open and first.agents == ("i0", "")
+    assert not first.open
+    assert first.agents == ("i0", "")
     seats = lab.join("r", 1, 2, incarnation="i1", layout="L1", endpoint="e1")
-    assert seats.open and seats.agents == ("i0", "i1") and seats.layouts == ("L0", "L1")
+    assert seats.open
+    assert seats.agents == ("i0", "i1")
+    assert seats.layouts == ("L0", "L1")
     assert seats.endpoints == ("i0", "e1")
 
 
@@ -43,7 +46,8 @@ def test_a_seat_of_a_living_replica_rank_is_taken_and_of_a_dead_one_free() -> No
     lab = published("r")
     lab.install("r")
     taken = lab.join("r", incarnation="r2")
-    assert error(taken) == "SeatTaken" and taken.fields["holder"] == "r"
+    assert error(taken) == "SeatTaken"
+    assert taken.fields["holder"] == "r"
     lab.ask(Dead(policy=POLICY, agents=("r",)))
     assert lab.join("r", incarnation="r2").open
     assert not lab.view()["replicas"][0]["ready"], "a replacement has no weights yet"
@@ -64,7 +68,9 @@ def test_a_replica_that_lost_a_rank_is_not_ready_until_it_acknowledges_again() -
     assert not lab.view()["replicas"][0]["ready"]
     lab.join("r", 1, 2, incarnation="j1")
     view = lab.view()["replicas"][0]
-    assert not view["ready"] and view["version"] == 1 and not view["serves"]
+    assert not view["ready"]
+    assert view["version"] == 1
+    assert not view["serves"]
     lab.ack("r", target.record, incarnation="i0")
     assert lab.view()["replicas"][0]["ready"]
 
@@ -75,7 +81,8 @@ def test_an_unknown_member_is_told_so_at_once() -> None:
     result = lab.poll(Resolve(policy=POLICY, replica="r", incarnation="r", wait=30.0), again=False)
     assert isinstance(result, Nothing), "a long poll would hide it for as long as it waits"
     lab.resolve("r")
-    assert lab.last is not None and not lab.last.known
+    assert lab.last is not None
+    assert not lab.last.known
     lab.beat("r")
     assert not lab.last.known
     lab.beat("a0")
@@ -94,10 +101,14 @@ def test_resolve_waits_for_the_first_version_and_says_who_has_not_committed() ->
     assert lab.poll(waiting, again=False) is None
     lab.commit("a1", 1)
     nothing = lab.resolve("r")
-    assert isinstance(nothing, Nothing) and nothing.staging == 1 and nothing.missing == (0,)
+    assert isinstance(nothing, Nothing)
+    assert nothing.staging == 1
+    assert nothing.missing == (0,)
     lab.commit("a0", 0)
     target = lab.poll(waiting)
-    assert target.record.number == 1 and target.trainer and target.lease_s == 30.0
+    assert target.record.number == 1
+    assert target.trainer
+    assert target.lease_s == 30.0
 
 
 def test_resolve_names_the_trainer_ranks_that_have_not_even_claimed() -> None:
@@ -112,16 +123,21 @@ def test_what_is_installed_is_not_offered_again_unless_forced() -> None:
     record = lab.install("r")
     assert isinstance(lab.resolve("r", installed=record.identity), Nothing)
     forced = lab.resolve("r", installed=record.identity, force=True)
-    assert isinstance(forced, Target) and forced.record == record
+    assert isinstance(forced, Target)
+    assert forced.record == record
 
 
 def test_nothing_below_the_installed_version_is_offered() -> None:
-    lab = published("r", versions=2)
-    assert isinstance(lab.resolve("r", installed=(9, 9, 5)), (Nothing, Target))
-    offered = lab.resolve("r", installed=(9, 9, 99), force=True)
-    assert not isinstance(offered, Target) or offered.record.number >= 99
-    refusal = lab.resolve("r", installed=(9, 9, 99), exactly=2)
-    assert error(refusal) == "StaleVersion" and refusal.fields == {"installed": 99, "offered": 2}
+    lab = published("peer", "r")
+    lab.install("peer")
+    lab.ask(Dead(policy=POLICY, agents=("a0",)))
+    assert isinstance(lab.resolve("r"), Target)
+    nothing = lab.resolve("r", installed=(9, 9, 99))
+    assert isinstance(nothing, Nothing), "a member never goes down"
+    assert nothing.latest == 99
+    refusal = lab.resolve("r", installed=(9, 9, 99), exactly=1)
+    assert error(refusal) == "StaleVersion"
+    assert refusal.fields == {"installed": 99, "offered": 1}
 
 
 def test_the_same_number_of_another_run_is_a_conflict_and_offered() -> None:
@@ -150,7 +166,8 @@ def test_peers_that_hold_it_whole_with_equal_layouts_are_named_never_the_asker()
     assert names == ["r0", "r1"]
     assert [holder.replica for holder in lab.resolve("r0", force=True).holders] == ["r1"]
     holder = lab.resolve("new").holders[0]
-    assert holder.sources == (source("r0", 0, 1),) and holder.layouts == ("R",)
+    assert holder.sources == (source("r0", 0, 1),)
+    assert holder.layouts == ("R",)
 
 
 def test_readers_are_spread_over_at_most_four_holders() -> None:
@@ -196,9 +213,11 @@ def test_a_lost_trainer_leaves_the_peers_and_nobody_else_leaves_version_gone() -
     lab.install("r0")
     lab.ask(Dead(policy=POLICY, agents=("a0",)))
     target = lab.resolve("new")
-    assert not target.trainer and [holder.replica for holder in target.holders] == ["r0"]
+    assert not target.trainer
+    assert [holder.replica for holder in target.holders] == ["r0"]
     refusal = lab.poll(Resolve(policy=POLICY, replica="new", incarnation="new", dead=("r0",), wait=30.0), again=False)
-    assert error(refusal) == "VersionGone" and refusal.fields["version"] == 1, "at once, not after 30 s"
+    assert error(refusal) == "VersionGone", "at once, not after 30 s"
+    assert refusal.fields["version"] == 1
 
 
 def test_who_has_an_older_version_is_told_which_newer_one_is_lost_and_waits_on() -> None:
@@ -207,9 +226,12 @@ def test_who_has_an_older_version_is_told_which_newer_one_is_lost_and_waits_on()
     lab.publish("a0", k=2)
     lab.ask(Dead(policy=POLICY, agents=("a0",)))
     nothing = lab.resolve("r0", installed=record.identity)
-    assert isinstance(nothing, Nothing) and nothing.lost == 2 and nothing.latest == 2
+    assert isinstance(nothing, Nothing)
+    assert nothing.lost == 2
+    assert nothing.latest == 2
     target = lab.resolve("r1")
-    assert target.record.number == 1 and target.newer_lost == 2, "version 1 is still available from r0"
+    assert target.record.number == 1, "version 1 is still available from r0"
+    assert target.newer_lost == 2
     assert error(lab.resolve("r0", installed=record.identity, at_least=2)) == "VersionGone"
 
 
@@ -251,11 +273,13 @@ def test_a_slot_is_free_unless_an_older_version_in_it_is_leased() -> None:
     ready = lab.publish("a0", k=2)
     assert ready.number == 2
     assert lab.wait(2).leased == (1,)
-    assert free(lab, 1).leased_by == ("r",) and free(lab, 0).leased_by == ()
+    assert free(lab, 1).leased_by == ("r",)
+    assert free(lab, 0).leased_by == ()
     waiting = AwaitFree(policy=POLICY, source=source("a0", 1), wait=5.0)
     assert lab.poll(waiting) is None
     lab.ack("r", None, state="failed", number=1)
-    assert lab.poll(waiting).leased_by == () and lab.wait(2).leased == ()
+    assert lab.poll(waiting).leased_by == ()
+    assert lab.wait(2).leased == ()
 
 
 def test_asking_again_does_not_lengthen_a_lease_and_it_ends_by_time() -> None:
@@ -300,11 +324,14 @@ def test_a_reader_that_lost_twice_gets_one_hold_of_twice_its_read_time() -> None
     assert lab.resolve("slower", lost=2, read_s=20.0).lease_s == 30.0, "one hold a policy"
     lab.publish("a0", k=2)
     answer = free(lab, 1)
-    assert answer.leased_by == ("slow", "slower") and answer.held_for_s == 40.0
+    assert answer.leased_by == ("slow", "slower")
+    assert answer.held_for_s == 40.0
     lab.pass_time(35, "a0", "slow", "slower")
-    assert free(lab, 1).leased_by == ("slow",) and free(lab, 1).held_for_s == 5.0
+    assert free(lab, 1).leased_by == ("slow",)
+    assert free(lab, 1).held_for_s == 5.0
     lab.ack("slow", None, state="failed", number=1)
-    assert free(lab, 1).leased_by == () and free(lab, 1).held_for_s == 0.0
+    assert free(lab, 1).leased_by == ()
+    assert free(lab, 1).held_for_s == 0.0
 
 
 def test_a_hold_is_bounded_and_a_reader_that_cannot_end_within_it_is_told_both_figures() -> None:
@@ -312,7 +339,8 @@ def test_a_hold_is_bounded_and_a_reader_that_cannot_end_within_it_is_told_both_f
     assert lab.resolve("slow", lost=2, read_s=50.0).lease_s == 60.0
     refusal = lab.resolve("hopeless", lost=2, read_s=61.0)
     assert error(refusal) == "VersionGone"
-    assert refusal.fields["read_s"] == 61.0 and refusal.fields["grace_max_s"] == 60.0
+    assert refusal.fields["read_s"] == 61.0
+    assert refusal.fields["grace_max_s"] == 60.0
 
 
 def test_asking_again_does_not_lengthen_a_hold() -> None:
@@ -335,7 +363,9 @@ def test_waiting_for_installs_counts_this_version_or_a_newer_one() -> None:
     lab.publish("a0", k=2)
     lab.install("r1")
     done = lab.poll(waiting)
-    assert done.ready and done.installed == ("r0", "r1") and done.missing == ()
+    assert done.ready
+    assert done.installed == ("r0", "r1")
+    assert done.missing == ()
 
 
 def test_later_joiners_are_not_awaited_leavers_are_dropped_and_failures_have_reasons() -> None:
@@ -345,7 +375,9 @@ def test_later_joiners_are_not_awaited_leavers_are_dropped_and_failures_have_rea
     lab.ask(Leave(policy=POLICY, incarnation="leaver"))
     lab.ack("failing", None, state="failed", number=1, reason="digest differs")
     done = lab.poll(AwaitInstalled(policy=POLICY, number=1, wait=9.0))
-    assert done.installed == ("good",) and done.failed == {"failing": "digest differs"} and done.missing == ()
+    assert done.installed == ("good",)
+    assert done.failed == {"failing": "digest differs"}
+    assert done.missing == ()
     lab.install("failing")
     assert installs(lab, 1).failed == {}, "a later success heals it"
 
@@ -376,7 +408,8 @@ def test_an_acknowledgement_that_comes_late_changes_nothing() -> None:
     second = lab.install("r")
     assert lab.ack("r", first, held=(source("r", 0, 1),)) == Ok()
     view = lab.view()["replicas"][0]
-    assert view["version"] == second.number and view["ready"]
+    assert view["version"] == second.number
+    assert view["ready"]
 
 
 def test_a_tainted_replica_is_not_ready_not_a_source_and_healed_by_a_full_round() -> None:
@@ -384,7 +417,9 @@ def test_a_tainted_replica_is_not_ready_not_a_source_and_healed_by_a_full_round(
     record = lab.install("r")
     lab.ack("r", None, state="tainted", number=1, reason="killed in mid-install")
     view = lab.view()["replicas"][0]
-    assert not view["ready"] and not view["serves"] and view["reason"] == "killed in mid-install"
+    assert not view["ready"]
+    assert not view["serves"]
+    assert view["reason"] == "killed in mid-install"
     assert installs(lab, 1).failed == {"r": "killed in mid-install"}
     assert lab.install("r", force=True, installed=record.identity).number == 1
     assert lab.view()["replicas"][0]["ready"]
@@ -397,9 +432,11 @@ def test_a_silent_replica_is_dropped_after_its_lease_and_known_again_when_it_joi
     lab = published("r")
     lab.install("r")
     lab.pass_time(33, "a0")
-    assert lab.view()["replicas"] == [] and "r" in lab.view()["gone"]
+    assert lab.view()["replicas"] == []
+    assert "r" in lab.view()["gone"]
     lab.beat("r")
-    assert lab.last is not None and not lab.last.known
+    assert lab.last is not None
+    assert not lab.last.known
     lab.join("r")
     assert lab.view()["gone"] == {}
 
@@ -409,7 +446,8 @@ def test_a_stopped_trainer_that_continues_keeps_its_seat_if_nobody_took_it() -> 
     lab.pass_time(40, "r")
     assert error(lab.resolve("r")) == "VersionGone"
     lab.beat("a0")
-    assert lab.last is not None and lab.last.known
+    assert lab.last is not None
+    assert lab.last.known
     assert lab.resolve("r").trainer
     assert lab.commit("a0", k=2).state == "ready"
 

@@ -29,7 +29,9 @@ def test_every_answer_carries_boot_and_floor() -> None:
     lab.launch("a0")
     lab.publish("a0")
     lab.beat("a0")
-    assert lab.last is not None and lab.last.boot == 1 and lab.last.floor in (0, 1)
+    assert lab.last is not None
+    assert lab.last.boot == 1
+    assert lab.last.floor in (0, 1)
     lab.commit("a0")
     assert lab.last.floor == 1
     assert lab.restart().state.boot == 2
@@ -64,13 +66,16 @@ def test_the_same_incarnations_get_the_same_epoch_and_their_version_back() -> No
         lab.clock.now += 1
         asked = {"epoch": seat.epoch, "nonce": seat.nonce, "base": seat.base, "k": 1, "held": held}
         refusal = again.commit("a0", 0, k=2, seat=seat)
-        assert error(refusal) == "IncompleteVersion" and refusal.fields["claim_again"]
-        assert again.last is not None and not again.last.known
+        assert error(refusal) == "IncompleteVersion"
+        assert refusal.fields["claim_again"]
+        assert again.last is not None
+        assert not again.last.known
         assert again.claim("a0", 0, 2, **asked).missing == (1,)
         assert again.claim("a1", 1, 2, **asked) == seat
         again.join("r")
         target = again.resolve("r")
-        assert target.record == held and target.trainer
+        assert target.record == held
+        assert target.trainer
         assert again.commit("a0", 0, k=1).state == "ready", "it was READY before the registry forgot"
         again.commit("a0", 0, k=2)
         assert not again.commit("a1", 1, k=2).declared, "layouts are told again"
@@ -90,7 +95,8 @@ def test_a_commit_cut_short_by_the_restart_is_committed_again_under_a_number_abo
     again.declare("a0", 2)
     again.commit("a0", 0, k=2)
     ready = again.commit("a1", 1, k=2)
-    assert ready.state == "ready" and ready.number == 3
+    assert ready.state == "ready"
+    assert ready.number == 3
     assert again.publish("a0", "a1", k=3).number == 4
 
 
@@ -138,10 +144,12 @@ def test_subscribers_alone_restore_a_version_whose_publisher_is_gone() -> None:
     again = lab.restart(saved=False)
     again.join("r0")
     again.ack("r0", held, held=(source("r0", 0, 1),))
-    assert again.view()["floor"] == 1 and again.view()["replicas"][0]["ready"]
+    assert again.view()["floor"] == 1
+    assert again.view()["replicas"][0]["ready"]
     again.join("new")
     target = again.resolve("new")
-    assert target.record == held and not target.trainer
+    assert target.record == held
+    assert not target.trainer
     assert [holder.replica for holder in target.holders] == ["r0"]
     again.launch("b0", world="v")
     assert again.publish("b0", world="v").number == 2
@@ -174,7 +182,8 @@ def test_a_version_of_a_dead_run_told_late_raises_the_floor_and_the_living_one_i
     assert view["floor"] == 58
     assert [item["number"] for item in view["versions"] if item["offered"]] == [58]
     target = lab.resolve("fleet", installed=(lab.seats["v"].epoch, lab.seats["v"].nonce, 3))
-    assert target.record.number == 58 and target.record.sources == (source("b0", 1, 3),)
+    assert target.record.number == 58
+    assert target.record.sources == (source("b0", 1, 3),)
     healed = lab.resolve("cut off", installed=old.identity)
     assert healed.record.number == 58
     assert lab.publish("b0", k=4, world="v").number == 59
@@ -186,7 +195,8 @@ def test_the_same_told_by_a_resolve_alone() -> None:
     lab.publish("b0")
     lab.join("cut off")
     target = lab.resolve("cut off", installed=(5, 1, 57))
-    assert isinstance(target, Target) and target.record.number == 58
+    assert isinstance(target, Target)
+    assert target.record.number == 58
 
 
 def test_an_old_record_before_the_new_epochs_first_version_is_available_again() -> None:
@@ -220,7 +230,8 @@ def test_one_number_of_two_runs_is_never_two_versions() -> None:
     again.ack("r", msgspec.structs.replace(record(1, epoch=5), nonce=9), held=(source("r"),))
     again.claim("b0", epoch=seat.epoch, nonce=seat.nonce, base=0, k=1, held=held)
     target = again.resolve("r", installed=(5, 9, 1))
-    assert target.record.number == 2 and target.record.epoch == seat.epoch
+    assert target.record.number == 2
+    assert target.record.epoch == seat.epoch
 
 
 def test_a_number_told_while_a_version_is_staging_lifts_it_above() -> None:
@@ -231,7 +242,8 @@ def test_a_number_told_while_a_version_is_staging_lifts_it_above() -> None:
     lab.join("r")
     lab.resolve("r", installed=(5, 1, 57))
     ready = lab.commit("a1", 1)
-    assert ready.number == 58 and lab.publish("a0", "a1", k=2).number == 59
+    assert ready.number == 58
+    assert lab.publish("a0", "a1", k=2).number == 59
 
 
 def test_a_registry_that_may_have_forgotten_waits_before_it_opens_or_gives_up() -> None:
@@ -245,5 +257,32 @@ def test_a_registry_that_may_have_forgotten_waits_before_it_opens_or_gives_up() 
     assert lab.claim("a0").open, "a floor is known now"
     lab.pass_time(7, "a0", "r", "s")
     refusal = lab.resolve("s")
-    assert isinstance(refusal, Refused) and refusal.error == "VersionGone"
+    assert isinstance(refusal, Refused)
+    assert refusal.error == "VersionGone"
     assert lab.claim("a0").base == 57
+
+
+def test_a_dead_runs_version_is_not_offered_even_while_the_living_publisher_cannot_be_reached() -> None:
+    lab = StateLab()
+    lab.launch("b0")
+    lab.publish("b0")
+    lab.join("fleet")
+    mine = lab.install("fleet")
+    lab.ask(Dead(policy=POLICY, agents=("b0",)))
+    lab.join("cut off")
+    lab.ack("cut off", record(57, epoch=5), held=(source("cut off"),))
+    assert lab.view()["floor"] == 57
+    nothing = lab.resolve("fleet", installed=mine.identity)
+    assert isinstance(nothing, Nothing), "57 of the dead run would roll the fleet back"
+    lab.pass_time(2, "b0", "fleet", step=1.0)
+    assert lab.resolve("fleet", installed=mine.identity).record.number == 58
+
+
+def test_a_number_given_above_a_told_floor_and_aborted_is_burnt() -> None:
+    lab = StateLab()
+    lab.launch("a0", "a1")
+    lab.join("r")
+    lab.resolve("r", installed=(5, 1, 57))
+    assert lab.commit("a0", 0).number == 58
+    assert lab.commit("a1", 1, error="oom").state == "aborted"
+    assert lab.commit("a0", 0, k=2).number == 59

@@ -11,7 +11,9 @@ def test_an_epoch_opens_when_every_seat_is_claimed_and_says_who_is_missing() -> 
     assert lab.claim("a0", 0, 3).missing == (1, 2)
     assert lab.claim("a2", 2, 3).missing == (1,)
     seat = lab.claim("a1", 1, 3, nonce=77)
-    assert seat.open and seat.missing == () and not seat.rejoined
+    assert seat.open
+    assert seat.missing == ()
+    assert not seat.rejoined
     assert seat.epoch == int(lab.clock.now * 1000), "an epoch is the registry's clock in ms"
     assert seat.nonce == 77, "with the nonce of the claimer that completed it"
 
@@ -47,7 +49,8 @@ def test_a_second_living_process_on_a_seat_is_refused() -> None:
     lab = StateLab()
     lab.launch("a0", "a1")
     taken = lab.claim("b1", 1, 2)
-    assert error(taken) == "SeatTaken" and taken.fields["holder"] == "a1"
+    assert error(taken) == "SeatTaken"
+    assert taken.fields["holder"] == "a1"
     assert lab.claim("a1", 1, 2).open, "the holder was not disturbed"
 
 
@@ -63,7 +66,9 @@ def test_the_seat_of_a_dead_rank_changes_hands_and_survivors_rejoin() -> None:
     lab.ask(Dead(policy=POLICY, agents=("a1",)))
     assert lab.claim("b1", 1, 2).missing == (0,), "the survivor has to claim again"
     seat = lab.claim("a0", 0, 2)
-    assert seat.open and seat.rejoined and seat.epoch > old.epoch
+    assert seat.open
+    assert seat.rejoined
+    assert seat.epoch > old.epoch
     assert lab.claim("b1", 1, 2) == seat
     assert error(lab.claim("a1", 1, 2)) == "Fenced", "a rank that lost its seat is fenced for good"
 
@@ -90,11 +95,15 @@ def test_another_world_waits_for_all_its_ranks_and_then_fences_the_old_one() -> 
     lab.claim("b0", 0, 2, world="v")
     assert lab.publish("a0", "a1").number == 1, "an incomplete world fences nobody"
     seat = lab.claim("b1", 1, 2, world="v")
-    assert seat.open and seat.base == 1 and not seat.rejoined and seat.epoch > old.epoch
+    assert seat.open
+    assert seat.base == 1
+    assert not seat.rejoined
+    assert seat.epoch > old.epoch
     for rank, incarnation in enumerate(("a0", "a1")):
         assert error(lab.commit(incarnation, rank, k=2, seat=old)) == "Fenced"
         refusal = lab.claim(incarnation, rank, 2)
-        assert error(refusal) == "Fenced" and refusal.fields["epoch"] == seat.epoch
+        assert error(refusal) == "Fenced"
+        assert refusal.fields["epoch"] == seat.epoch
     assert lab.claim("b0", 0, 2, world="v") == seat
 
 
@@ -121,6 +130,8 @@ def test_an_epoch_never_opens_over_a_claimer_that_died() -> None:
     lab.pass_time(40, "a0")
     assert lab.claim("b1", 1, 2, world="v").missing == (0,), "b0 has been silent for longer than its lease"
     assert not error(lab.commit("a0"))
+    lab.ask(Dead(policy=POLICY, agents=("b1",)))
+    assert lab.claim("b0", 0, 2, world="v").missing == (1,), "nor over one that is reported dead"
 
 
 def test_epoch_numbers_grow_even_if_the_clock_does_not() -> None:
@@ -134,7 +145,9 @@ def test_one_world_has_one_size_while_anybody_of_it_lives() -> None:
     lab = StateLab()
     lab.claim("a0", 0, 2)
     refusal = lab.claim("a1", 1, 3)
-    assert error(refusal) == "InvalidArgument" and "2" in refusal.message and "3" in refusal.message
+    assert error(refusal) == "InvalidArgument"
+    assert "2" in refusal.message
+    assert "3" in refusal.message
     lab.clock.now += 31
     assert lab.claim("b0", 0, 3).missing == (1, 2)
 
@@ -163,7 +176,9 @@ def test_leaving_one_world_leaves_the_replica_of_the_same_process_alone() -> Non
     lab.launch("a0")
     lab.join("r", incarnation="a0")
     lab.ask(Leave(policy=POLICY, incarnation="a0", world="w"))
-    assert lab.beat("a0") is not None and lab.last is not None and lab.last.known
+    assert lab.beat("a0") is not None
+    assert lab.last is not None
+    assert lab.last.known
     assert [item["replica"] for item in lab.view()["replicas"]] == ["r"]
     assert lab.view()["epoch"]["superseded"]
     lab.ask(Leave(policy=POLICY, incarnation="a0", replica="r"))

@@ -1,0 +1,1 @@
+"""Programs that use mx-rl, each started by ``python -m examples.<name>``."""
