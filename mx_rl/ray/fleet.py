@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _OURS = {"policy", "tensors", "registry", "replica", "rank", "world_size"}
 _CLOSE_S = 3 * END_S
+_SLICE_S = 0.25
 
 
 class RolloutFleet:
@@ -217,7 +218,12 @@ class RolloutFleet:
         if self._user_class is not None:
             check_method(self._user_class, method)
         deadline = Deadline(timeout)
-        sent = {replica: replica.send_all(method, deadline, *args, **kwargs) for replica in self._roster.replicas()}
+        sent = {}
+        for replica in self._roster.replicas():
+            try:
+                sent[replica] = replica.send_all(method, deadline, *args, **kwargs)
+            except Closed:  # it ended a moment ago, and is of the fleet no more
+                self._check_open()
         refs = {(replica, rank): ref for replica, ranks in sent.items() for rank, ref in ranks.items()}
         found = gather(refs, deadline=deadline, settle=None)
         for replica, ranks in sent.items():
@@ -273,11 +279,11 @@ class RolloutFleet:
         with self._roster.changed:
             while not (all(slot.settled for slot in new) or any(slot.error for slot in new) or deadline.over):
                 self._check_open()
-                self._roster.changed.wait(min(0.25, deadline.left))
+                self._roster.changed.wait(min(_SLICE_S, deadline.left))
         failed = [slot.error for slot in new if slot.error is not None]
         late = [slot for slot in new if not slot.settled]
         if failed or late:
-            states = {name: state for name, state in self._roster.states().items()}
+            states = self._roster.states()
             self._end(new, Deadline(0))
             if failed:
                 raise failed[0]
@@ -290,19 +296,22 @@ class RolloutFleet:
     def _wait_installed(self, new: Sequence[Slot], deadline: Deadline) -> None:
         if newest(self._roster, Deadline(min(30.0, deadline.left))) is None:
             return
-        with self._roster.changed:
-            while not deadline.over:
-                self._check_open()
-                late = [slot for slot in new if slot.replica is not None and not slot.replica.serving]
-                if not late:
-                    return
-                self._roster.changed.wait(min(0.25, deadline.left))
-        names = [slot.replica.name for slot in late if slot.replica is not None]
-        raise NotReady(
-            f"{len(late)} new replicas installed no version in {deadline.timeout:g} s: {self._roster.states()}",
-            latest=None,
-            missing=names,
-        )
+        while True:
+            self._check_open()
+            late = [slot.replica.name for slot in new if slot.replica is not None and not slot.replica.serving]
+            if not late:
+                return
+            if deadline.over:
+                raise NotReady(
+                    f"{len(late)} new replicas installed no version in {deadline.timeout:g} s: {self._roster.states()}",
+                    latest=None,
+                    missing=late,
+                )
+            for slot in new:
+                if slot.error is not None:
+                    raise slot.error
+            with self._roster.changed:
+                self._roster.changed.wait(min(_SLICE_S, deadline.left))
 
     def _end(self, slots: Sequence[Slot], drain: Deadline) -> None:
         ending = list(slots)
@@ -350,6 +359,8 @@ class RolloutFleet:
         are not touched. Idempotent. A fleet that was made in an actor ends with that actor; Ray keeps its placement
         groups to the end of the job unless it is closed first."""
         self._closing.set()
+        for slot in list(self._roster.slots):
+            slot.stop(Deadline(0))  # a scale that drains lets go of the lock then
         with self._scaling:
             self._end(self._roster.slots, Deadline(0))
 

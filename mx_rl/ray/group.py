@@ -259,7 +259,7 @@ class TrainerGroup:
     def _collect(self, refs: Mapping[int, Any], deadline: Deadline, *, doing: str) -> list[Any]:
         """Results by rank, or the error that explains the others."""
         ranks = self._open()
-        found = gather(refs, deadline=deadline, abort=None)
+        found = gather(refs, deadline=deadline)
         for rank, error in found.errors.items():
             if died(error):
                 lost = failure(error, actor=ranks.title, rank=rank, doing=doing)

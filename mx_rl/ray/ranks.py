@@ -141,22 +141,26 @@ class Ranks:
     def _locate(self, deadline: Deadline, abort: threading.Event, request: Request) -> None:
         try:
             self.locations = tuple(self._each("locate", [()] * self.size, deadline, abort))
-        except StartTimeout:  # Ray never started them: no bundle of a user's placement group has room
+        except StartTimeout:
+            if isinstance(request.placement, str):
+                raise
+            # No bundle of the user's placement group has room.
             raise no_room(request, self.size, name=self.title, timeout=deadline.timeout) from None
 
     def _each(
         self, operation: str, args: Sequence[tuple[Any, ...]], deadline: Deadline, abort: threading.Event
     ) -> list[Any]:
         """One step of the start on every rank; results by rank."""
+        doing = {"locate": "starting its process", "adopt": "build"}.get(operation, operation)
         refs = {rank: self._send(rank, operation, *args[rank]) for rank in range(self.size)}
         found = gather(refs, deadline=deadline, abort=abort)
         if found.errors:
-            raise self.error(found.errors, doing=operation)
+            raise self.error(found.errors, doing=doing)
         if found.pending:
             late = sorted(found.pending)
             raise StartTimeout(
-                f"{self.title}: ranks {late} were not done with {operation} in {deadline.timeout:g} s: "
-                "raise timeout, or look at what they do there",
+                f"{self.title}: ranks {late} were not done with {doing} in {deadline.timeout:g} s: raise timeout, or look "
+                "at what they do there",
                 missing=late,
             )
         return [found.values[rank] for rank in range(self.size)]

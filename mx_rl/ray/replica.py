@@ -120,13 +120,15 @@ class Replica:
                 self._calls.difference_update(finished)
                 self._together.difference_update(finished)
 
-    def drain(self, deadline: Deadline) -> None:
-        """Wait for the calls that run; none is sent any more."""
+    def drain(self, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds for the calls that run; none is sent any more. Whether some run still."""
         self.draining = True
         with self._lock:
             calls = list(self._calls)
-        if calls:
-            wait(calls, num_returns=len(calls), timeout=deadline.left)
+        if not calls:
+            return False
+        _, unfinished = wait(calls, num_returns=len(calls), timeout=timeout)
+        return bool(unfinished)
 
     # ---- versions ----------------------------------------------------------------------------------------------------
 

@@ -148,14 +148,17 @@ class Slot:
             if self._session.alive():
                 log.exception("a slot of the fleet broke")
             self._give_up(error)
+            if self.replica is not None:
+                self.replica.end(timeout=LOST_S)
         finally:
             self._tell()
 
     def _next_replica(self, recipe: Recipe) -> Replica | None:
         """A built replica, after the pause that failures call for; None when the slot is stopped or gives up."""
         while not self._halted:
-            if self._failures:
-                self._stop.wait(min(BACKOFF_S[0] * 2 ** (self._failures - 1), BACKOFF_S[1]))
+            pause = min(BACKOFF_S[0] * 2 ** (self._failures - 1), BACKOFF_S[1]) if self._failures else 0.0
+            if self._stop.wait(pause):
+                return None
             replica = self.replica = recipe.replica()
             self.born = time.monotonic()
             try:
@@ -196,11 +199,14 @@ class Slot:
             replica.gone = True
             replica.reason = self.reason = lost
             log.warning("replica %s is lost: %s", replica.name, lost)
-            if replica.version is None:
-                self._fail(ActorFailed(f"replica {replica.name}: {lost}", actor=replica.name, rank=None, text=lost))
+            error = ActorFailed(f"replica {replica.name}: {lost}", actor=replica.name, rank=None, text=lost)
+            if self._recipe is None:
+                self._give_up(error)
+            elif replica.version is None:
+                self._fail(error)
             self._tell()
-        elif self._session.alive():
-            replica.drain(self._drain)
+        while not lost and self._session.alive() and not self._drain.over and replica.drain(_SLICE_S):
+            self._tell()
         replica.end(timeout=LOST_S if lost else END_S)
 
     def _fail(self, error: BaseException) -> None:
