@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mx_rl.endpoint import Member
+from mx_rl.endpoint import Member, seat_key
 from mx_rl.errors import MxRLError, RegistryLost, VersionGone
 from mx_rl.fetch import Fetch, Haul, Progress, suppliers
 from mx_rl.landing import Landing
@@ -78,7 +78,9 @@ class Staging:
     def announce(self) -> None:
         self._member.put(self.layout.hash, self.layout.encode())
         if self.landing.served is not None:
-            self._member.put(self.landing.served.name, encode(self.landing.served.record))
+            record = encode(self.landing.served.record)
+            self._member.put(self.landing.served.name, record)
+            self._member.put(seat_key(self._member.incarnation), record)
 
     def reassert(self) -> None:
         """To a registry that forgot: a version that only replicas hold is of use with its world's layout only."""
@@ -195,9 +197,9 @@ class Staging:
         self._quarantine = [landing for landing in self._quarantine if not _retired(landing)]
         if plan.stage_nbytes > self.landing.nbytes:
             old, self.landing = self.landing, self._open_landing(plan.stage_nbytes)
-            old.close()
             self._progress = None
             self.announce()
+            old.close()
         return self.landing
 
     def _replace(self, landing: Landing) -> Landing:
