@@ -161,9 +161,12 @@ class Staging:
             fetch.run(deadline)
         except MxRLError as exc:
             self._note_failure(exc, time.monotonic() - begun, len(progress.confirmed) - before, len(plan.window_bounds))
+            if self._rank:
+                self._tell_dead(haul.dead)
+            else:
+                self.dead += haul.dead  # told with the next resolve, which comes at once
             raise
-        finally:
-            self._tell_dead(haul.dead)
+        self._tell_dead(haul.dead)
         self.lost = 0
         self.read_s = time.monotonic() - begun
         self._progress = None
@@ -176,11 +179,9 @@ class Staging:
             self._progress = None
 
     def _tell_dead(self, agents: list[str]) -> None:
-        """A death that the transport reports ends a lease at once. Rank 0's goes with its next resolve."""
+        """A death that the transport reports ends a lease at once. Told while it is news: the next word of the agent's
+        owner withdraws it, and a report that comes after that word would hide a living source."""
         if not agents:
-            return
-        if self._rank == 0:
-            self.dead += agents
             return
         try:
             self._member.ask(Dead(policy=self._member.policy, agents=tuple(agents)), timeout=5.0)
