@@ -28,6 +28,7 @@ from mx_rl.records import (
     GetBlobs,
     Leave,
     PutBlob,
+    SEAT_PREFIX,
     Refused,
     decode,
 )
@@ -49,7 +50,7 @@ T = TypeVar("T", bound=AnyResult)
 
 def seat_key(incarnation: str) -> str:
     """Blob under which a seat's holder can be found on the data plane by who wants the seat."""
-    return f"seat:{incarnation}"
+    return SEAT_PREFIX + incarnation
 
 
 def unique_name(role: str) -> str:

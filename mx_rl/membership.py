@@ -87,10 +87,8 @@ class Membership:
 
     def _announce(self) -> None:
         self._staging.announce()
-        served = self._staging.landing.served
         talks = self._ranks.record
         if talks is not None:
             self._member.put(talks.agent, encode(talks))
-        seat = served.record if served is not None else talks
-        if seat is not None:
-            self._member.put(seat_key(self._member.incarnation), encode(seat))
+            if self._staging.landing.served is None:
+                self._member.put(seat_key(self._member.incarnation), encode(talks))

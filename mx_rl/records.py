@@ -14,6 +14,9 @@ FORMAT = 1
 
 MAX_RECORD_BYTES = 256 << 20
 
+SEAT_PREFIX = "seat:"
+"""With an incarnation behind it: the blob that says where its holder answers now, the one kind that its owner may replace."""
+
 Record = TypeVar("Record")
 
 

@@ -28,6 +28,7 @@ from mx_rl.records import (
     Join,
     Leave,
     Ok,
+    SEAT_PREFIX,
     PutBlob,
     Refused,
     Resolve,
@@ -253,6 +254,10 @@ def put_blob(policy: Policy, command: PutBlob, now: float) -> Ok | Refused:
         policy.blobs[command.key] = Blob(command.data, {command.owner})
         policy.bump()
     elif known.data != command.data:
+        if command.key == SEAT_PREFIX + command.owner:  # it serves with another agent now
+            policy.blobs[command.key] = Blob(command.data, {command.owner})
+            policy.bump()
+            return Ok()
         return refused(
             InvalidArgument,
             f"policy {policy.name!r}: blob {command.key!r} is immutable, and {command.owner} puts other bytes "

@@ -15,7 +15,7 @@ from mx_rl.config import Options
 from mx_rl.errors import Closed, CorruptRecord, InvalidArgument, MxRLError, PeerLost
 from mx_rl.records import EndpointRecord
 from mx_rl.records import decode as decode_record
-from mx_rl.transport.agent import Agent, Moves, keep_for_ever, load_nixl
+from mx_rl.transport.agent import Agent, Moves, keep, let_go, load_nixl
 from mx_rl.transport.base import Flow, Link, Receiver, Region, Route, Server, Transport, Windows
 from mx_rl.transport.flow import ReadFlow, Reads, check_header
 from mx_rl.transport.lanes import choose_lane
@@ -102,7 +102,7 @@ class NixlServer(Server):
         if not self._closed:
             self._closed = True
             if not self._service.close(timeout=_CLOSE_S):
-                keep_for_ever(self._service)  # writes to a stopped reader: their handles must outlive the process's use
+                keep(self._service)  # writes to a stopped reader: their handles must outlive the process's use
             self._agent.close()
 
 
@@ -136,6 +136,8 @@ class NixlReceiver(Receiver):
         self._unfenced = False  # a write was asked for on a lane where destroying the agent is no fence
         self._tables = 0
         self._fence: bool | None = None
+        self._kept = False  # closed, while reads were under way
+        self._ended = False  # those have ended since, and nothing else can arrive
 
     def connect(self, record: EndpointRecord) -> NixlLink:
         if record.transport != NixlTransport.name:
@@ -164,10 +166,12 @@ class NixlReceiver(Receiver):
     @property
     def settled(self) -> bool:
         with self.lock:
-            if self._fence is not None:
-                return self._fence
-            self.pump()
-            return self._reads_ended() and self.desk.settled
+            if self._fence is None:
+                self.pump()
+                return self._reads_ended() and self.desk.settled
+            if not self._fence and self._kept and self._reads_ended():
+                self._destroy()
+            return self._fence or self._ended
 
     def _reads_ended(self) -> bool:
         self._settle()
@@ -182,12 +186,22 @@ class NixlReceiver(Receiver):
                 for peer in self._peers.values():
                     self._bid_farewell(peer)
                 if reads_ended:
-                    for moves in [*self._stage_moves, *(moves for _, moves, _ in self._leaving)]:
-                        moves.discard()
-                    self.agent.close()
+                    self._destroy()
                 else:
-                    keep_for_ever(self)  # destroying the agent would not stop what is posted, only hide its end
+                    self._kept = True
+                    keep(self)  # destroying the agent would not stop what is posted, only hide its end
             return self._fence
+
+    def _destroy(self) -> None:
+        """All reads have ended."""
+        self._ended = self.desk.settled or not self._unfenced
+        for moves in [*self._stage_moves, *(moves for _, moves, _ in self._leaving)]:
+            moves.discard()
+        self._stage_moves.clear()
+        self._leaving.clear()
+        self.agent.close()
+        self._kept = False
+        let_go(self)
 
     # ---- what links and routes use
 
