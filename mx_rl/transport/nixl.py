@@ -72,8 +72,13 @@ class NixlServer(Server):
 
     @property
     def num_readers(self) -> int:
-        """Readers that are known by a request or message and have not left."""
+        """Readers that have sent a request or message and not left."""
         return self._service.num_readers
+
+    @property
+    def num_peers(self) -> int:
+        """Readers that a connection is held to: those, and ones that left but whose agent still lives."""
+        return self._service.num_peers
 
     def step(self) -> bool:
         if self._closed:
@@ -114,7 +119,9 @@ class _Peer:
         self.links = 0
         self.moves = 0  # Moves that are not released
         self.outbox = Outbox()
-        self.introduced = False
+        self.introduced = False  # in this session
+        self.met = False  # in any
+        self.lost = False
 
 
 class NixlReceiver(Receiver):
@@ -147,6 +154,7 @@ class NixlReceiver(Receiver):
         with self.lock:
             if self._fence is not None:
                 raise Closed(f"receiver {self.name} is closed")
+            self._sweep()
             peer = self._peers.get(record.agent)
             if peer is None:
                 self.agent.add_peer(address.metadata, record.agent)
@@ -184,7 +192,7 @@ class NixlReceiver(Receiver):
                 reads_ended = self._reads_ended()
                 self._fence = reads_ended and (self.desk.settled or not self._unfenced)
                 for peer in self._peers.values():
-                    self._bid_farewell(peer)
+                    self._tell_end(peer, final=True)
                 if reads_ended:
                     self._destroy()
                 else:
@@ -199,6 +207,8 @@ class NixlReceiver(Receiver):
             moves.discard()
         self._stage_moves.clear()
         self._leaving.clear()
+        for name in self._peers:
+            self.agent.remove_peer(name)  # a connection that just vanishes has wedged sources
         self.agent.close()
         self._kept = False
         let_go(self)
@@ -262,17 +272,34 @@ class NixlReceiver(Receiver):
         self._leaving = left
 
     def leave(self, peer: _Peer) -> None:
-        """A link is closed."""
+        """A link is closed. The peer stays connected: two agents that part and meet again lose messages of more than one
+        fragment in silence (UCX drops them, at the end that had removed the other)."""
         with self.lock:
-            if self._fence is not None:
-                return
-            peer.links -= 1
-            if not peer.links:
-                self._bid_farewell(peer)
-            self._part(peer)
+            if self._fence is None:
+                peer.links -= 1
+                if not peer.links and not self._tell_end(peer):
+                    self._part(peer)
+
+    def _tell_end(self, peer: _Peer, *, final: bool = False) -> bool:
+        """Whether there was somebody to tell."""
+        try:
+            if peer.introduced or (final and peer.met):
+                self.agent.notify(peer.name, peer.outbox.frame(REQUEST, encode(Bye(final=final))))
+            else:
+                self.agent.notify(peer.name, b"")
+        except PeerLost:
+            peer.lost = True
+        peer.outbox, peer.introduced = Outbox(), False
+        return not peer.lost
+
+    def _sweep(self) -> None:
+        """Remove peers that nobody uses and that have died."""
+        for peer in list(self._peers.values()):
+            if not peer.links and not self._tell_end(peer):
+                self._part(peer)
 
     def _part(self, peer: _Peer) -> None:
-        if not peer.links and not peer.moves and self._peers.pop(peer.name, None) is peer:
+        if peer.lost and not peer.links and not peer.moves and self._peers.pop(peer.name, None) is peer:
             self.agent.remove_peer(peer.name)
 
     def send(self, peer: _Peer, kind: bytes, body: bytes) -> None:
@@ -280,15 +307,9 @@ class NixlReceiver(Receiver):
             frame = peer.outbox.frame
             if not peer.introduced:
                 # Also before a mere message: the source could not tell otherwise whether its sender still lives.
-                peer.introduced = True
+                peer.introduced = peer.met = True
                 self.agent.notify(peer.name, frame(REQUEST, encode(Hello(metadata=self.metadata))))
             self.agent.notify(peer.name, frame(kind, body))
-
-    def _bid_farewell(self, peer: _Peer) -> None:
-        if peer.introduced:
-            with contextlib.suppress(PeerLost):  # then there is nobody to tell
-                self.send(peer, REQUEST, encode(Bye()))
-            peer.outbox, peer.introduced = Outbox(), False
 
 
 class _Lines:
