@@ -84,6 +84,7 @@ def test_a_source_stopped_in_mid_move_changes_not_one_byte_when_it_goes_on(serve
     assert reader.call("registered_bytes") == normal, "a stage in quarantine is given back when it has settled"
 
 
+@pytest.mark.timeout(300)  # eight processes that import torch on two cores, which others may use too
 def test_eight_ranks_with_default_arguments_under_torchrun_are_one_world(server, children, tmp_path):
     reader = children(RolloutRank, server.path, {"w": (32, 8)})
     root = Path(mx_rl.__file__).parent.parent
@@ -98,7 +99,7 @@ def test_eight_ranks_with_default_arguments_under_torchrun_are_one_world(server,
         text=True,
     )
     try:
-        report = reader.call("sync", 2, timeout=100)
+        report = reader.call("sync", 2, 200.0, timeout=210)
         text, _ = launch.communicate(timeout=100)
     finally:
         launch.kill()
