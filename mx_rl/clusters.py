@@ -27,7 +27,6 @@ def join_cluster(*, timeout: float) -> str:
 
     Raises MissingExtra, RegistryLost where no cluster runs or none answers in ``timeout`` seconds.
     """
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # read by Ray's core as it is loaded
     try:
         import ray
     except ImportError as exc:
