@@ -39,7 +39,9 @@ def values(seed: int) -> dict[str, torch.Tensor]:
 class KindsTrainer:
     def __init__(self, path: str) -> None:
         self.tensors = values(0)
-        self.pub = Publisher("p", lambda: self.tensors, registry=SocketRegistry(path), options=options(window_bytes=4096))
+        self.pub = Publisher(
+            "p", lambda: self.tensors, registry=SocketRegistry(path), options=options(window_bytes=4096)
+        )
 
     def publish(self, seed: int) -> int:
         self.tensors = values(seed)
@@ -61,7 +63,8 @@ class KindsRollout:
         self.fused = torch.zeros(HEADS, 3, DIM, WIDTH)
         parts: dict[str, Any] = {
             name: tuple(
-                Shard(self.fused[head, place], shape=(HEADS * DIM, WIDTH), offset=(head * DIM, 0)) for head in range(HEADS)
+                Shard(self.fused[head, place], shape=(HEADS * DIM, WIDTH), offset=(head * DIM, 0))
+                for head in range(HEADS)
             )
             for place, name in enumerate("qkv")
         }
