@@ -19,6 +19,7 @@ from mx_rl.arena import Arena
 from mx_rl.config import Options
 from mx_rl.errors import Closed, Fenced, InvalidArgument, MxRLError, PeerLost, RegistryLost, SeatTaken
 from mx_rl.records import (
+    SEAT_PREFIX,
     AnyCommand,
     AnyResult,
     Beat,
@@ -28,7 +29,6 @@ from mx_rl.records import (
     GetBlobs,
     Leave,
     PutBlob,
-    SEAT_PREFIX,
     Refused,
     decode,
 )

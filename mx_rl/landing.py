@@ -11,7 +11,6 @@ from mx_rl.endpoint import Endpoint, Served, unique_name
 from mx_rl.records import EndpointRecord
 from mx_rl.transport.base import Link, Receiver, Route, Windows
 
-
 _kept: list[Arena] = []
 """Memory that late bytes may still come into although its owner has closed: never freed in this process."""
 

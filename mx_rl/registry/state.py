@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from mx_rl.errors import InvalidArgument
 from mx_rl.records import (
+    SEAT_PREFIX,
     Ack,
     Answer,
     AnyCommand,
@@ -28,7 +29,6 @@ from mx_rl.records import (
     Join,
     Leave,
     Ok,
-    SEAT_PREFIX,
     PutBlob,
     Refused,
     Resolve,
