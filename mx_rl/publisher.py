@@ -17,7 +17,7 @@ from mx_rl.claim import Claimant, name_ranks
 from mx_rl.commits import Commits, aborted
 from mx_rl.config import Options
 from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, seat_key, unique_name
-from mx_rl.errors import IncompleteVersion, InvalidArgument, MxRLError, RegistryLost
+from mx_rl.errors import IncompleteVersion, InvalidArgument, RegistryLost
 from mx_rl.layout import RankLayout
 from mx_rl.records import AwaitFree, AwaitInstalled, Commit, Free, Installs, Seat, Source, encode
 from mx_rl.registry import Registry
@@ -217,7 +217,7 @@ class Publisher:
         if epoch is None:
             try:
                 epoch = self._claimant.wait_open(deadline)
-            except MxRLError as exc:
+            except BaseException as exc:  # Ctrl-C too: the other ranks have counted this call
                 self._uncounted.append(f"{type(exc).__name__}: {exc}")
                 raise
         if epoch.epoch != self._counted:

@@ -474,6 +474,8 @@ class Subscriber:
             return
         self._taint = reason or (told.reason if told is not None else "rank 0 did not say how the round ended")
         self._acknowledge("tainted", staged.version, self._taint)
+        if fault is not None and not isinstance(fault, Exception):
+            raise fault  # Ctrl-C and exit are not ours to rename
         raise Tainted(
             f"version {staged.version} of {self.policy!r} may be mixed on replica {self.replica!r}: {self._taint}; "
             "sync again to heal",
@@ -552,6 +554,9 @@ class Subscriber:
         except MxRLError as exc:
             log.warning("policy %s replica %s: %s could not be told: %s", self.policy, self.replica, state, exc)
             self._member.repeat_later()
+        except BaseException:
+            self._member.repeat_later()
+            raise
 
     def _report(self, cargo: Cargo, previous: int | None, seconds: dict[str, float]) -> SyncReport:
         haul = cargo.haul

@@ -14,7 +14,7 @@ import pytest
 import mx_rl
 from tests.support.actors import RolloutRank, TrainerRank
 from tests.support.procs import Child
-from tests.support.socket_registry import RegistryServer, SocketRegistry
+from tests.support.socket_registry import RegistryServer
 from tests.support.stopping import StoppingReader
 
 BIG = {"a": (12288, 1024)}  # 48 windows of 1 MiB
@@ -110,4 +110,4 @@ def test_eight_ranks_with_default_arguments_under_torchrun_are_one_world(server,
     assert {tuple(one["numbers"]) for one in told} == {(1, 2)}
     assert len({epoch for one in told for epoch in one["epochs"]}) == 1
     assert all(one["ready"] for one in told)
-    assert mx_rl.connect(SocketRegistry(server.path)).status("p")["floor"] == 2
+    assert mx_rl.connect(server.registry).status("p")["floor"] == 2

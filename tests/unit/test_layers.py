@@ -167,7 +167,7 @@ ERRORS = [kind for kind in vars(errors).values() if isinstance(kind, type) and i
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
 def test_an_error_survives_pickling_with_its_fields_and_stands_in_the_drawn_tree(kind):
     error = kind("what broke, and what to do", peer="p", version=3, missing=[1, 2])
-    again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes, made two lines above
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes: Ray does the same
     assert type(again) is kind
     assert str(again) == "what broke, and what to do"
     assert (again.peer, again.version, again.missing) == ("p", 3, [1, 2])
