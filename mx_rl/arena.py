@@ -58,7 +58,9 @@ class Arena:
         self.device = device
         self._pitch = align_up(max(nbytes, 1), HUGE_PAGE if nbytes >= HUGE_PAGE else 4096)
         headers_bytes = align_up(max(count, 1) * HEADER_BYTES, 4096)
-        self._map = mmap.mmap(-1, self._pitch * count + headers_bytes + HUGE_PAGE)
+        # Python maps MAP_SHARED unless told otherwise, and shared anonymous memory gets no huge pages.
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._map = mmap.mmap(-1, self._pitch * count + headers_bytes + HUGE_PAGE, flags=private)
         if huge_pages and hasattr(self._map, "madvise"):
             self._map.madvise(_MADV_HUGEPAGE)
         whole = np.frombuffer(self._map, dtype=np.uint8)

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor)
 
-    for command in (status, doctor):
+    for command, seconds in ((status, 30.0), (doctor, 90.0)):
         command.add_argument(
             "--registry",
             metavar="URL",
@@ -64,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
             "MXRL_REGISTRY is read where it is not given",
         )
         command.add_argument("--json", action="store_true", help="for programs")
-        command.add_argument("--timeout", type=float, default=30.0, metavar="S", help="for each wait (default: 30)")
+        limit = f"for each wait (default: {seconds:g})"
+        command.add_argument("--timeout", type=float, default=seconds, metavar="S", help=limit)
     return parser
 
 

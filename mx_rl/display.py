@@ -50,7 +50,7 @@ def policy_text(view: Mapping[str, Any]) -> str:
     parts += [_staging(item) for item in view["staging"]]
     parts += [_versions(view["versions"]), _replicas(view), _leases(view)]
     counts = view["counts"]
-    parts.append(f"  registry: {counts['members']} members, {counts['blobs']} blobs ({amount(counts['blob_bytes'])})")
+    parts.append(f"\n  registry: {counts['members']} members, {counts['blobs']} blobs ({amount(counts['blob_bytes'])})")
     return "\n".join(part for part in parts if part)
 
 
@@ -146,7 +146,7 @@ def _replicas(view: Mapping[str, Any]) -> str:
     rows = [
         (
             one["replica"],
-            _number(one["version"]),
+            "-" if one["version"] is None else str(one["version"]),
             "yes" if one["ready"] else "NO",
             one["state"] or "-",
             str(len(one["incarnations"])),

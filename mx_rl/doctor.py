@@ -17,7 +17,7 @@ from mx_rl.clusters import find_registries, join_cluster
 from mx_rl.config import Options, allocator_conf, registry_url, ucx_tls
 from mx_rl.deadline import within
 from mx_rl.errors import MissingExtra, MxRLError
-from mx_rl.loopback import measure
+from mx_rl.loopback import Loopback, measure
 from mx_rl.status import Connection, connect
 from mx_rl.transport.place import rdma_devices
 
@@ -47,7 +47,7 @@ def examine(registry: str | None = None, *, timeout: float = 60.0) -> list[Findi
         _python,
         lambda: [_package("torch", "2.6"), _package("ray", "2.40"), _package("nixl", "1.0")],
         lambda: _data_plane(timeout),
-        lambda: [_huge_pages(), _ptrace(), _memlock(), _rdma(), _shared_memory(), _allocator()],
+        lambda: [_ptrace(), _memlock(), _rdma(), _shared_memory(), _allocator()],
         lambda: [_gpu(timeout)],
         lambda: _control_plane(registry or registry_url(), timeout),
     ]
@@ -94,26 +94,32 @@ def _data_plane(timeout: float) -> list[Finding]:
         loop = measure(timeout=timeout)
     except MxRLError as exc:
         cure = "check that `python -c 'import nixl._api'` works and that UCX_TLS leaves a lane"
-        return [Finding(name="transfer", state="fail", found=str(exc), cure=cure)]
+        return [Finding(name="transfer", state="fail", found=str(exc), cure=cure), _huge_pages(None)]
     limits = f", UCX_TLS={ucx_tls()}" if ucx_tls() else ""
     moved = f"{loop.nbytes >> 20} MiB between two processes at {loop.rate:.1f} GB/s, lane {loop.lane}{limits}"
     cure = "processes of this machine talk over sockets, several times slower: see `ptrace` below, and unset UCX_TLS"
     return [
         Finding(name="ucx", state="ok", found=loop.ucx or "not found among the loaded libraries"),
         _finding("transfer", loop.lane == "shm", moved, "warn", cure),
+        _huge_pages(loop),
     ]
 
 
-def _huge_pages() -> Finding:
-    text = _read(_THP)
-    chosen = text.partition("[")[2].partition("]")[0]
-    cure = (
-        "reads over shared memory run two to three times slower on 4 KiB pages: "
-        f"echo madvise | sudo tee {_THP}, on every node"
-    )
+def _huge_pages(loop: Loopback | None) -> Finding:
+    """The setting, and whether the arena of a transfer really got them: memory may be too fragmented."""
+    slow = "reads over shared memory run about two times slower on 4 KiB pages: "
     if not Options().huge_pages:
-        return Finding(name="huge pages", state="warn", found="MXRL_HUGE_PAGES=0", cure="unset it: " + cure)
-    return _finding("huge pages", chosen in ("always", "madvise"), chosen or "not offered by this kernel", "warn", cure)
+        return Finding(name="huge pages", state="warn", found="MXRL_HUGE_PAGES=0", cure=slow + "unset it")
+    text = _read(_THP)
+    chosen = text.partition("[")[2].partition("]")[0] or "not offered by this kernel"
+    if chosen not in ("always", "madvise"):
+        cure = slow + f"echo madvise | sudo tee {_THP}, on every node"
+        return Finding(name="huge pages", state="warn", found=chosen, cure=cure)
+    if loop is None:
+        return Finding(name="huge pages", state="ok", found=chosen)
+    found = f"{chosen}; {min(loop.huge_bytes, loop.nbytes) >> 20} of {loop.nbytes >> 20} MiB moved lie on them"
+    cure = slow + "free memory is in pieces (echo 1 | sudo tee /proc/sys/vm/compact_memory)"
+    return _finding("huge pages", loop.huge_bytes >= loop.nbytes * 0.9, found, "warn", cure)
 
 
 def _ptrace() -> Finding:

@@ -23,11 +23,13 @@ ROUNDS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Loopback:
-    """``seconds`` is the best of several moves of ``nbytes``; ``ucx`` is empty where it could not be told."""
+    """``seconds`` is the best of several moves of ``nbytes``; ``huge_bytes`` of the reader's memory are on huge pages;
+    ``ucx`` is empty where it could not be told."""
 
     lane: str
     nbytes: int
     seconds: float
+    huge_bytes: int
     ucx: str
 
     @property
@@ -142,7 +144,7 @@ def _read(nbytes: int) -> None:
         best = min(best, _move(route.start(generation, range(count))))
         if not bool((arena.blocks[0] == 0xA5).all()):
             raise PeerLost("what arrived is not what was sent", peer=record.agent)
-    found = {"lane": link.lane, "nbytes": nbytes, "seconds": best, "ucx": _ucx_release()}
+    found = {"lane": link.lane, "nbytes": nbytes, "seconds": best, "huge_bytes": _huge_bytes(), "ucx": _ucx_release()}
     route.close()
     link.close()
     receiver.close()
@@ -162,6 +164,14 @@ def _move(flow: object) -> float:
     taken = time.perf_counter() - begun
     flow.close()
     return taken
+
+
+def _huge_bytes() -> int:
+    with open("/proc/self/smaps_rollup", encoding="ascii", errors="replace") as rollup:
+        for line in rollup:
+            if line.startswith("AnonHugePages:"):
+                return int(line.split()[1]) << 10
+    return 0
 
 
 def _ucx_release() -> str:

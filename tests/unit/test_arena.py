@@ -46,3 +46,15 @@ def test_blocks_are_apart_aligned_and_inside_the_one_region():
 def test_an_empty_block_is_fine():
     arena = Arena(2, 0, nonce=1)
     assert arena.blocks[0].numel() == 0
+
+
+def test_an_arena_is_private_memory_since_shared_memory_gets_no_huge_pages():
+    arena = Arena(1, 4 * HUGE_PAGE, nonce=1)
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            span, permissions = line.split()[:2]
+            low, high = (int(end, 16) for end in span.split("-"))
+            if low <= arena.address(0) < high:
+                assert permissions == "rw-p"
+                return
+    raise AssertionError("the arena is in no mapping")
