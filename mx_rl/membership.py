@@ -66,12 +66,12 @@ class Membership:
 
     def meet(self, deadline: float) -> bool:
         """All ranks have joined, and those who must talk are connected. True where another process took a rank's seat
-        since the last call. Raises IncompleteVersion with who has not joined."""
+        since the last call, or a rank is amiss. Raises IncompleteVersion with who has not joined."""
         ranks = self._ranks
         if ranks.ranks == 1:
             return False
-        renewed = look = ranks.newcomers()
-        while look or self._seats is None or not self._seats.open or not ranks.connected:
+        renewed = ranks.newcomers()
+        while self._seats is None or not self._seats.open or not ranks.connected:
             left = deadline - time.monotonic()
             if left <= 0:
                 missing = [rank for rank, agent in enumerate(self._seats.agents if self._seats else ()) if not agent]
@@ -83,15 +83,12 @@ class Membership:
             seats = self.join(wait=min(left, _POLL_S))
             if seats.open:
                 ranks.connect(seats, self._member)
-                look = False
         return renewed
 
     def _announce(self) -> None:
         self._staging.announce()
-        served = self._staging.landing.served
         talks = self._ranks.record
         if talks is not None:
             self._member.put(talks.agent, encode(talks))
-        seat = served.record if served is not None else talks
-        if seat is not None:
-            self._member.put(seat_key(self._member.incarnation), encode(seat))
+            if self._staging.landing.served is None:
+                self._member.put(seat_key(self._member.incarnation), encode(talks))

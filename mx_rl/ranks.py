@@ -77,6 +77,10 @@ class Ranks:
         if self.rank:
             self._send(0, Hello(round=0, rank=self.rank, agent=self.agent))
 
+    def complain(self) -> None:
+        """This rank does not run what rank 0 runs: ask for a full round."""
+        self._send(0, Hello(round=0, rank=self.rank, agent=self.agent, amiss=True))
+
     def _send(self, rank: int, message: AnyRankMessage) -> None:
         known = self._links.get(rank)
         if known is None:
@@ -127,12 +131,14 @@ class Ranks:
     # ---- rank 0
 
     def newcomers(self) -> bool:
-        """Another process took a rank's seat since the last call: seats are to be read, the next round is a full
-        one."""
+        """Another process took a rank's seat since the last call, or one is amiss: the next round is a full one."""
         with self._change:
-            found = bool(self.leader.newcomers)
-            self.leader.newcomers.clear()
-        return found
+            heard, self.leader.greeted = self.leader.greeted, {}
+            known = {rank: self._links[rank][0] for rank in heard if rank in self._links}
+            for rank, agent in known.items():
+                if heard[rank].agent != agent:
+                    self._lost.add(rank)  # whoever had the seat has gone
+            return any(heard[rank].amiss or heard[rank].agent != agent for rank, agent in known.items())
 
     def open_round(self, target: Callable[[int], Round]) -> Round:
         with self._change:

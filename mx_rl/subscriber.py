@@ -294,11 +294,11 @@ class Subscriber:
         begun = time.monotonic()
         membership.follow(RankLayout.of(resolve(self._tensors)))
         if membership.meet(deadline):
-            self._taint = self._taint or "a rank of the replica was replaced"
+            self._taint = self._taint or "a rank of the replica was replaced, or runs another version"
         told = self._fix_target(at_least, exactly, deadline) if self.rank == 0 else ranks.next_round(deadline)
         resolved = time.monotonic() - begun
         if told.record is None:
-            return self._nothing_newer(resolved)
+            return self._nothing_newer(told, resolved)
         self._held = ()
         try:
             cargo = staging.load(told, membership.seats, deadline)
@@ -314,6 +314,7 @@ class Subscriber:
         staging, ranks, _ = self._parts
         record = self._record
         mine = record.number if record is not None else None
+        running = record.identity if record is not None else None
         whole = mine is not None and self._taint is None
         content = whole and (mine or 0) >= (at_least or 0) and exactly in (None, mine)
         while True:
@@ -339,7 +340,7 @@ class Subscriber:
             if not isinstance(found, Nothing):
                 raise CorruptRecord(f"the registry answered Resolve with {type(found).__name__}: releases differ")
             if content:
-                return ranks.open_round(lambda number: Round(round=number, record=None))
+                return ranks.open_round(lambda number: Round(round=number, record=None, installed=running))
             if time.monotonic() >= deadline:
                 raise self._not_ready(found, at_least, exactly)
 
@@ -371,10 +372,18 @@ class Subscriber:
             text += f"; version {found.lost} is READY but no living source holds it whole"
         return NotReady(text, latest=found.latest or None, missing=list(found.missing))
 
-    def _nothing_newer(self, resolved: float) -> SyncReport:
+    def _nothing_newer(self, told: Round, resolved: float) -> SyncReport:
+        _, ranks, _ = self._parts
         record = self._record
-        if record is None:
-            raise NotReady(f"policy {self.policy!r}: rank 0 runs a version and this rank none", latest=None, missing=[])
+        if record is None or record.identity != told.installed:
+            ranks.complain()
+            raise IncompleteVersion(
+                f"rank {self.rank} of replica {self.replica!r} runs version {self.version}, rank 0 runs "
+                f"{told.installed[2] if told.installed else None}: sync again, and all ranks take it in full",
+                version=self.version,
+                missing=[self.rank],
+            )
+        self._taint = None  # rank 0 is whole: the decision that this rank could not learn was to leave all as it was
         return SyncReport(
             version=record.number,
             previous=record.number,

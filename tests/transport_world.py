@@ -198,6 +198,9 @@ class Source:
     def num_readers(self) -> int:
         return int(getattr(self.server, "num_readers", 0))
 
+    def num_peers(self) -> int:
+        return int(getattr(self.server, "num_peers", 0))
+
     def usage(self) -> dict[str, int]:
         return usage()
 

@@ -17,7 +17,7 @@ class Tokens(ABC):
     """Text to token numbers and back."""
 
     end: int
-    """The token that ends a completion; whatever follows it is padding."""
+    """The token that ends a completion."""
 
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> Tensor:

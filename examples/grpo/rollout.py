@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from examples.grpo.digests import digests
 from examples.grpo.model import make_model, make_tokens
+from examples.grpo.packing import next_logits
 from examples.grpo.settings import Settings
 from examples.grpo.task import Prompt
 from mx_rl.ray import Rollout
@@ -25,7 +24,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The completions of one prompt: [samples][tokens], padded behind the end token."""
+    """The completions of one prompt: [samples][tokens]; what stands behind an end token counts for nothing."""
 
     prompt: Prompt
     tokens: list[list[int]]
@@ -42,7 +41,7 @@ class GrpoRollout(Rollout):
     def build(self) -> nn.Module:
         torch.set_num_threads(self.settings.rollout_threads)
         self.tokens = make_tokens(self.settings)
-        self.model: Any = make_model(self.settings, dtype=torch.bfloat16, weights=False).eval()
+        self.model = make_model(self.settings, dtype=torch.bfloat16, weights=False).eval()
         return self.model
 
     def generate(self, request: Request) -> list[Group]:
@@ -50,50 +49,48 @@ class GrpoRollout(Rollout):
         version = self.version
         assert version is not None, "the fleet sends work to replicas that hold a version"
         torch.manual_seed(request.seed)
-        samples, length = self.settings.num_samples, self.settings.num_tokens
-        tokens, logprobs = self._complete(
-            request.prompts,
-            do_sample=True,
-            temperature=self.settings.temperature,
-            top_k=0,  # transformers would sample from the likeliest 50
-            num_return_sequences=samples,
-        )
-        missing = length - tokens.shape[1]  # all samples may have ended early
-        tokens = pad(tokens, (0, missing), value=self.tokens.end).unflatten(0, (-1, samples))
-        logprobs = pad(logprobs, (0, missing)).unflatten(0, (-1, samples))
+        tokens, logprobs = self._complete(request.prompts, self.settings.num_samples, self.settings.temperature)
         return [
             Group(
                 prompt=prompt,
-                tokens=rows.tolist(),
-                logprobs=chances.tolist(),
-                texts=[self.tokens.decode(row) for row in rows.tolist()],
+                tokens=rows,
+                logprobs=chances,
+                texts=[self.tokens.decode(row) for row in rows],
                 replica=self.replica,
                 version=version,
             )
-            for prompt, rows, chances in zip(request.prompts, tokens, logprobs, strict=True)
+            for prompt, rows, chances in zip(request.prompts, tokens.tolist(), logprobs.tolist(), strict=True)
         ]
 
     def answer(self, prompts: Sequence[Prompt]) -> list[str]:
-        """The likeliest completion of each prompt."""
-        tokens, _ = self._complete(prompts, do_sample=False)
-        return [self.tokens.decode(row) for row in tokens.tolist()]
+        """The likeliest completion of each prompt, token by token."""
+        tokens, _ = self._complete(prompts, samples=1, temperature=0.0)
+        return [self.tokens.decode(row) for (row,) in tokens.tolist()]
 
     def digests(self) -> dict[str, str]:
         return digests(self.model.state_dict(), torch.bfloat16)
 
     @torch.no_grad()
-    def _complete(self, prompts: Sequence[Prompt], **how: Any) -> tuple[Tensor, Tensor]:
-        """Completion tokens and their log-probabilities, [prompts x samples, tokens]."""
+    def _complete(self, prompts: Sequence[Prompt], samples: int, temperature: float) -> tuple[Tensor, Tensor]:
+        """Completion tokens and the log-probabilities they were drawn with, [prompts, samples, tokens] both.
+
+        What is drawn behind an end token is padding.
+        """
         ids = self.tokens.encode([prompt.text for prompt in prompts])
-        made = self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=self.settings.num_tokens,
-            eos_token_id=self.tokens.end,
-            pad_token_id=self.tokens.end,
-            return_dict_in_generate=True,
-            output_scores=True,
-            **how,
-        )
-        chances = self.model.compute_transition_scores(made.sequences, made.scores, normalize_logits=True)
-        return made.sequences[:, ids.shape[1] :], chances
+        tokens = torch.empty(len(prompts), samples, 0, dtype=torch.int64)
+        logprobs = torch.empty(len(prompts), samples, 0)
+        for _ in range(self.settings.num_tokens):
+            logits = next_logits(self.model, ids, tokens).float()
+            chances = (logits / (temperature or 1.0)).log_softmax(-1)
+            drawn = draw(chances) if temperature else chances.argmax(-1, keepdim=True)
+            tokens = torch.cat([tokens, drawn], -1)
+            logprobs = torch.cat([logprobs, chances.gather(-1, drawn)], -1)
+        return tokens, logprobs
+
+
+def draw(logprobs: Tensor) -> Tensor:
+    """One index of the last dimension [..., 1], each as likely as it says. multinomial does it too, but draws a random
+    number for every word of the vocabulary, a fifth of the time that a step of generation takes."""
+    upto = logprobs.exp().cumsum(-1)
+    point = torch.rand(*logprobs.shape[:-1], 1) * upto[..., -1:]  # the last sum is 1 only up to rounding
+    return torch.searchsorted(upto, point).clamp(max=logprobs.shape[-1] - 1)

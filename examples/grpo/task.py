@@ -35,7 +35,8 @@ class Addition(Task):
     """Sums of two digits, in the chat form of SmolLM2. 0.3 for nothing but a number, 0.7 more for the right one."""
 
     def prompts(self, chance: random.Random, number: int) -> list[Prompt]:
-        return [self._prompt(chance.randint(1, 9), chance.randint(1, 9)) for _ in range(number)]
+        # Sums that differ: otherwise one number that pleases many prompts is learnt, and asking ends.
+        return [self._prompt_for(total, chance) for total in chance.sample(range(2, 19), number)]
 
     def exam(self) -> list[Prompt]:
         return [self._prompt(a, b) for a in (3, 1, 6, 8) for b in (4, 2, 7, 9)]
@@ -43,6 +44,10 @@ class Addition(Task):
     def reward(self, completion: str, answer: str) -> float:
         text = completion.strip().removesuffix(".")
         return 0.3 * text.isdecimal() + 0.7 * (text == answer)
+
+    def _prompt_for(self, total: int, chance: random.Random) -> Prompt:
+        first = chance.randint(max(1, total - 9), min(9, total - 1))
+        return self._prompt(first, total - first)
 
     @staticmethod
     def _prompt(a: int, b: int) -> Prompt:

@@ -29,6 +29,45 @@ def test_packed_logits_equal_those_of_each_sequence_alone():
             torch.testing.assert_close(packed[group, sample], alone, atol=1e-5, rtol=1e-5)
 
 
+def test_the_next_token_is_predicted_as_in_each_sequence_alone():
+    from examples.grpo.model import make_model
+    from examples.grpo.packing import next_logits
+    from examples.grpo.settings import TINY
+
+    torch.manual_seed(0)
+    model = make_model(TINY, dtype=torch.float32, weights=True).eval()
+    prompts = torch.randint(1, 9, (2, 4))
+    for tokens in (0, 1, 3):
+        completions = torch.randint(1, 9, (2, 3, tokens))
+        packed = next_logits(model, prompts, completions)
+        for group in range(2):
+            for sample in range(3):
+                ids = torch.cat([prompts[group], completions[group, sample]])[None]
+                alone = model(input_ids=ids).logits[0, -1]
+                torch.testing.assert_close(packed[group, sample], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely():
+    from examples.grpo.rollout import draw
+
+    torch.manual_seed(0)
+    shares = torch.tensor([0.1, 0.2, 0.0, 0.3, 0.4])
+    drawn = draw(shares.log().expand(20_000, 5))
+    assert drawn.shape == (20_000, 1)
+    found = torch.bincount(drawn.flatten(), minlength=5) / 20_000
+    torch.testing.assert_close(found, shares, atol=0.02, rtol=0)
+    assert found[2] == 0
+
+
+def test_sums_of_a_step_differ():
+    import random
+
+    from examples.grpo.task import Addition
+
+    prompts = Addition().prompts(random.Random(0), 17)
+    assert sorted(int(prompt.answer) for prompt in prompts) == list(range(2, 19))
+
+
 def test_a_group_of_equals_teaches_nothing_and_the_best_gains_most():
     from examples.grpo.grpo import advantages
 
