@@ -91,9 +91,7 @@ def failure(error: BaseException, *, actor: str, rank: int, doing: str) -> MxRLE
         return error
     text = _COLOURS.sub("", str(error)).strip()
     if isinstance(error, DEATHS):
-        # Ray's first line only says that the actor died.
-        because = next((line.strip() for line in text.splitlines() if "dead because" in line), _first_line(text))
-        why = _last_line(text) if "in its creation task" in text else because
+        why = _last_line(text) if "in its creation task" in text else cause_of_death(error)
         failed = ActorFailed(f"rank {rank} of {actor} died in {doing}: {why}", actor=actor, rank=rank, text=text)
         failed.__cause__ = error
         return failed
@@ -108,6 +106,13 @@ def failure(error: BaseException, *, actor: str, rank: int, doing: str) -> MxRLE
         return cause
     failed.__cause__ = cause
     return failed
+
+
+def cause_of_death(error: BaseException) -> str:
+    """One line of what Ray says: its first only says that the actor died, and the last guesses at common causes."""
+    lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
+    telling = next((line for line in lines if "dead because" in line), lines[0] if lines else type(error).__name__)
+    return telling.partition(" Some common causes")[0]
 
 
 def died(error: BaseException) -> bool:
@@ -129,10 +134,6 @@ def most_telling(errors: Mapping[int, BaseException]) -> int:
         return 1, rank
 
     return min(errors, key=weight)
-
-
-def _first_line(text: str) -> str:
-    return text.splitlines()[0] if text else "no reason given"
 
 
 def _last_line(text: str) -> str:

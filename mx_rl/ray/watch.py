@@ -8,7 +8,7 @@ from typing import Any
 from ray.exceptions import ActorUnavailableError
 
 from mx_rl.ray.deadline import Deadline
-from mx_rl.ray.remote import died, fetch, gather
+from mx_rl.ray.remote import cause_of_death, died, fetch, gather
 from mx_rl.ray.replica import Replica, Round
 from mx_rl.ray.session import wait
 
@@ -91,10 +91,10 @@ class Watch:
             if broken:
                 self._replica.ranks.rewatch(rank)
         elif died(error):
-            return f"rank {rank} died: {_one_line(error)}"
+            return f"rank {rank} died: {cause_of_death(error)}"
         else:
             self._replica.ready = False
-            self._replica.reason = f"rank {rank}: {_one_line(error)}"
+            self._replica.reason = f"rank {rank}: {cause_of_death(error)}"
         return ""
 
     def _note(self, rank: int, pulse: tuple[int | None, bool]) -> None:
@@ -121,8 +121,3 @@ class Watch:
                 return f"rank {rank} has not answered for {seconds:.0f} s"
         replica.suspect = bool(self._doubts) or any(seconds > SUSPECT_S for seconds in silent.values())
         return ""
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).split("\n")
-    return next((line.strip() for line in lines if line.strip()), type(error).__name__)

@@ -13,11 +13,14 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from mx_rl.errors import ActorFailed, CallTimeout, Closed, InvalidArgument, NotReady, StartTimeout
-from mx_rl.ray import RolloutFleet, TrainerGroup, slot
+from mx_rl.ray import RolloutFleet, TrainerGroup, dispatch, slot
 from tests.integration.workers import Echo, Fill, GlooEcho
 from tests.support.local_ray import eventually, living_actors, living_placement_groups, local_ray, nothing_left
 
 POLICY = "fleet"
+
+
+pytestmark = pytest.mark.timeout(300)  # a busy machine is no failure
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -191,9 +194,10 @@ def test_a_stopped_replica_is_missing_gets_no_work_and_comes_back(trainer, fleet
     assert fleet.sync(timeout=30).ok
 
 
-def test_an_item_that_kills_its_replicas_is_not_tried_for_ever(trainer, fleet):
+def test_an_item_that_kills_its_replicas_is_not_tried_for_ever(trainer, fleet, monkeypatch):
+    monkeypatch.setattr(dispatch, "MAX_DEATHS", 2)
     fleet.sync(at_least=publish(trainer, 8.0))
-    with pytest.raises(ActorFailed, match="3 replicas died in this call"):
+    with pytest.raises(ActorFailed, match="2 replicas died in this call"):
         fleet.map("die", ["poison"], timeout=60)
     ready(fleet, 2)
 

@@ -26,6 +26,9 @@ from tests.support.local_ray import (
 )
 
 
+pytestmark = pytest.mark.timeout(300)  # a busy machine is no failure
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     with local_ray(num_cpus=8):

@@ -14,11 +14,21 @@ from tests.support.local_ray import eventually, nothing_left, process_gone, work
 POLICY = "nodes"
 
 
+pytestmark = pytest.mark.timeout(300)  # a busy machine is no failure
+
+
 @pytest.fixture(scope="module")
 def cluster():
-    """A head for the trainer, and two nodes that rollouts ask for by a resource."""
+    """A head for the trainer and two nodes for rollouts, each asked for by a resource."""
     with workers_find_the_tree():
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        # Ray waits 15 s before it calls a node dead that is gone; a test need not.
+        health = {
+            "health_check_initial_delay_ms": 500,
+            "health_check_period_ms": 500,
+            "health_check_failure_threshold": 3,
+        }
+        head = {"num_cpus": 2, "resources": {"trainer": 1}, "include_dashboard": False, "_system_config": health}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             for _ in range(2):
                 cluster.add_node(num_cpus=2, resources={"rollout": 2})
@@ -41,7 +51,7 @@ def test_ranks_of_a_world_spread_over_nodes_meet(cluster):
 
 def test_a_replica_on_a_lost_node_is_replaced_on_another(cluster):
     with (
-        TrainerGroup(Fill, policy=POLICY, num_cpus=1) as trainer,
+        TrainerGroup(Fill, policy=POLICY, resources={"trainer": 1}) as trainer,
         RolloutFleet(
             GlooEcho, policy=POLICY, ranks=2, num_cpus=1, resources={"rollout": 1}, placement="STRICT_SPREAD"
         ) as fleet,
@@ -61,7 +71,7 @@ def test_a_replica_on_a_lost_node_is_replaced_on_another(cluster):
             rows = fleet.status()["replicas"]
             return name not in rows and all(each["ready"] for each in rows.values()) and rows
 
-        ((new, there),) = eventually(replaced, timeout=60, what="a replacement on the new node").items()
+        ((new, there),) = eventually(replaced, timeout=90, what="a replacement on the new node").items()
         assert fresh.node_id in there["node_ids"]
         assert lost.node_id not in there["node_ids"]
         assert all(process_gone(pid) for pid in row["pids"]), "the surviving rank went with its replica"
