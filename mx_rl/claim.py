@@ -80,5 +80,6 @@ class Claimant:
             epoch=epoch.epoch if epoch else 0,
             base=epoch.base if epoch else 0,
             k=k,
+            rejoined=epoch.rejoined if epoch else False,
             wait=wait,
         )

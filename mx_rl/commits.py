@@ -123,7 +123,7 @@ class Commits:
         self._closing = True
         self._queue.put(None)
 
-    # ---- on the thread -------------------------------------------------------------------------------------------------
+    # ---- on the thread
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:

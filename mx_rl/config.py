@@ -90,6 +90,11 @@ def ucx_tls() -> str | None:
     return os.environ.get("UCX_TLS") or None
 
 
+def allocator_conf() -> str:
+    """The settings of torch's CUDA allocator, under its old or its new name, or nothing."""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+
+
 def torchrun_seat() -> tuple[int, int, str] | None:
     """(rank, world size, launch name) that torchrun's variables state, or None."""
     env = os.environ

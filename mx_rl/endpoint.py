@@ -19,6 +19,7 @@ from mx_rl.arena import Arena
 from mx_rl.config import Options
 from mx_rl.errors import Closed, Fenced, InvalidArgument, MxRLError, PeerLost, RegistryLost, SeatTaken
 from mx_rl.records import (
+    SEAT_PREFIX,
     AnyCommand,
     AnyResult,
     Beat,
@@ -31,7 +32,7 @@ from mx_rl.records import (
     Refused,
     decode,
 )
-from mx_rl.registry import Registry, open_registry
+from mx_rl.registry import Registry, open_registry, registry_name
 from mx_rl.transport import make_transport
 from mx_rl.transport.base import Server, Transport
 from mx_rl.transport.place import here
@@ -49,7 +50,7 @@ T = TypeVar("T", bound=AnyResult)
 
 def seat_key(incarnation: str) -> str:
     """Blob under which a seat's holder can be found on the data plane by who wants the seat."""
-    return f"seat:{incarnation}"
+    return SEAT_PREFIX + incarnation
 
 
 def unique_name(role: str) -> str:
@@ -71,10 +72,10 @@ class Served:
 
 
 class Endpoint:
-    """One per process and registry; shared by every publisher and subscriber in it, closed with the last of them."""
+    """One per process, registry and options; shared by every publisher and subscriber in it, closed with the last of them."""
 
     _lock = threading.Lock()
-    _open: ClassVar[dict[tuple[int, int], Endpoint]] = {}
+    _open: ClassVar[dict[tuple[int, str, Options], Endpoint]] = {}
 
     def __init__(self, registry: Registry, options: Options) -> None:
         self.registry = registry
@@ -92,17 +93,16 @@ class Endpoint:
         self._io.start()
         self._beat.start()
 
-    # ---- sharing -----------------------------------------------------------------------------------------------------
+    # ---- sharing
 
     @classmethod
     def acquire(cls, registry: Registry | str | None, options: Options) -> Endpoint:
         """The process's endpoint at this registry; each acquire needs one ``release``."""
-        door = open_registry(registry)
         with cls._lock:
-            key = (os.getpid(), id(door))
+            key = (os.getpid(), registry_name(registry), options)
             endpoint = cls._open.get(key)
             if endpoint is None:
-                endpoint = cls._open[key] = cls(door, options)
+                endpoint = cls._open[key] = cls(open_registry(registry), options)
             endpoint._users += 1
             return endpoint
 
@@ -120,7 +120,7 @@ class Endpoint:
                 thread.join(timeout=10)
         self.transport.close()
 
-    # ---- serving -----------------------------------------------------------------------------------------------------
+    # ---- serving
 
     def serve(self, role: str, count: int, nbytes: int, device: str = "cpu") -> Served:
         """Allocate ``count`` blocks of ``nbytes`` and let members read them. All of it is registered before the record
@@ -173,7 +173,7 @@ class Endpoint:
             self._wake.wait(nap)
             self._wake.clear()
 
-    # ---- members -----------------------------------------------------------------------------------------------------
+    # ---- members
 
     def _beat_loop(self) -> None:
         while not self._stop.wait(self.options.beat_s):

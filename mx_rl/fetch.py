@@ -165,7 +165,7 @@ class Fetch:
         if self._prefix:
             self._progress.landing.header.confirm(self._prefix)
 
-    # ---- who gives what ----------------------------------------------------------------------------------------------
+    # ---- who gives what
 
     def _assign(self, wanted: set[int]) -> None:
         """Start flows for ``wanted`` at the first supplier that has each window."""
@@ -247,7 +247,6 @@ class Fetch:
         return VersionGone(text, version=self._progress.identity[2]) if gone else PeerLost(text, peer="")
 
     # ---- late bytes
-    # ----------------------------------------------------------------------------------------------------
 
     def _close_flows(self) -> bool:
         clean = True

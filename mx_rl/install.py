@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mx_rl.copies import copy_all
 from mx_rl.errors import InvalidArgument, layout_mismatch
 from mx_rl.plan import Piece, Plan
 from mx_rl.tensors import Shard
@@ -18,14 +19,8 @@ class Work:
 
     pairs: list[tuple[torch.Tensor, torch.Tensor]]
 
-    @torch.no_grad()
     def run(self) -> None:
-        for source, target in self.pairs:
-            if target.is_inference():
-                with torch.inference_mode():
-                    target.copy_(source)
-            else:
-                target.copy_(source)
+        copy_all((target, source) for source, target in self.pairs)
 
 
 class Installer:

@@ -11,6 +11,9 @@ from mx_rl.endpoint import Endpoint, Served, unique_name
 from mx_rl.records import EndpointRecord
 from mx_rl.transport.base import Link, Receiver, Route, Windows
 
+_kept: list[Arena] = []
+"""Memory that late bytes may still come into although its owner has closed: never freed in this process."""
+
 
 class Landing:
     """A stage of ``nbytes`` host memory. Links and routes are kept between versions; a fence drops them all."""
@@ -89,7 +92,8 @@ class Landing:
 
     def close(self) -> None:
         self._drop_all()
-        self._receiver.close()
+        if not self._receiver.close() and not self._receiver.settled:
+            _kept.append(self._arena)
         self.stop_serving()
 
     def stop_serving(self) -> None:

@@ -91,7 +91,6 @@ class Publisher:
         close_at_exit(self)
 
     # ---- what users call
-    # -------------------------------------------------------------------------------------------------
 
     def publish(
         self,
@@ -211,7 +210,6 @@ class Publisher:
         return f"Publisher({self.policy!r}, rank={self.seat.rank}/{self.seat.world_size}, world={self.seat.world!r})"
 
     # ---- the epoch
-    # -------------------------------------------------------------------------------------------------------
 
     def _count_call(self, deadline: float) -> Seat:
         """Make this call the k-th of the open epoch, which is claimed (again) where this rank has none."""
@@ -268,7 +266,6 @@ class Publisher:
         self._claimant.reassert(self._commits.held, self._k)
 
     # ---- slots
-    # -----------------------------------------------------------------------------------------------------------
 
     def _open_ring(self, layout: RankLayout) -> Ring:
         ring = Ring(self._endpoint, f"{self.policy}-pub{self.seat.rank}", layout, self._slots)

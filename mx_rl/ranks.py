@@ -60,7 +60,6 @@ class Ranks:
         return self._served.record if self._served is not None else None
 
     # ---- both
-    # ----------------------------------------------------------------------------------------------------------
 
     def connect(self, seats: ReplicaSeats, member: Member) -> None:
         """Links to whom this rank talks to: rank 0 to all, the others to rank 0. Known links are kept."""
@@ -77,6 +76,10 @@ class Ranks:
             self._lost.discard(rank)
         if self.rank:
             self._send(0, Hello(round=0, rank=self.rank, agent=self.agent))
+
+    def complain(self) -> None:
+        """This rank does not run what rank 0 runs: ask for a full round."""
+        self._send(0, Hello(round=0, rank=self.rank, agent=self.agent, amiss=True))
 
     def _send(self, rank: int, message: AnyRankMessage) -> None:
         known = self._links.get(rank)
@@ -126,15 +129,16 @@ class Ranks:
             self._endpoint.unserve(self._served)
 
     # ---- rank 0
-    # --------------------------------------------------------------------------------------------------------
 
     def newcomers(self) -> bool:
-        """Another process took a rank's seat since the last call: seats are to be read, the next round is a full
-        one."""
+        """Another process took a rank's seat since the last call, or one is amiss: the next round is a full one."""
         with self._change:
-            found = bool(self.leader.newcomers)
-            self.leader.newcomers.clear()
-        return found
+            heard, self.leader.greeted = self.leader.greeted, {}
+            known = {rank: self._links[rank][0] for rank in heard if rank in self._links}
+            for rank, agent in known.items():
+                if heard[rank].agent != agent:
+                    self._lost.add(rank)  # whoever had the seat has gone
+            return any(heard[rank].amiss or heard[rank].agent != agent for rank, agent in known.items())
 
     def open_round(self, target: Callable[[int], Round]) -> Round:
         with self._change:
@@ -204,7 +208,6 @@ class Ranks:
         return finished
 
     # ---- the other ranks
-    # -------------------------------------------------------------------------------------------------
 
     def next_round(self, deadline: float) -> Round:
         """The round that rank 0 fixed. IncompleteVersion, naming rank 0, when it fixed none in time."""
@@ -225,12 +228,12 @@ class Ranks:
     def vote(self, own: Vote, deadline: float) -> Decision | None:
         """Send the vote; the decision, or None where it could not be learned."""
         self._send(0, own)
-        self._wait(lambda: self.follower.decision is not None, deadline, lambda: self._send(0, own))
+        self._wait(lambda: self.follower.decision is not None or 0 in self._lost, deadline, lambda: self._send(0, own))
         return self.follower.decision
 
     def report_install(self, own: Installed, deadline: float) -> Finished | None:
         self._send(0, own)
-        self._wait(lambda: self.follower.finished is not None, deadline, lambda: self._send(0, own))
+        self._wait(lambda: self.follower.finished is not None or 0 in self._lost, deadline, lambda: self._send(0, own))
         return self.follower.finished
 
 

@@ -14,6 +14,9 @@ FORMAT = 1
 
 MAX_RECORD_BYTES = 256 << 20
 
+SEAT_PREFIX = "seat:"
+"""With an incarnation behind it: the blob that says where its holder answers now, the one kind that its owner may replace."""
+
 Record = TypeVar("Record")
 
 
@@ -21,7 +24,7 @@ class _Base(msgspec.Struct, frozen=True, omit_defaults=True):
     pass
 
 
-# ---- the data plane: where memory lies -------------------------------------------------------------------------------
+# ---- the data plane: where memory lies
 
 
 class Place(_Base, kw_only=True):
@@ -93,7 +96,7 @@ class Holder(_Base, kw_only=True):
     sources: tuple[Source, ...]  # by rank of the replica
 
 
-# ---- commands: trainer ranks -----------------------------------------------------------------------------------------
+# ---- commands: trainer ranks
 
 
 class Command(_Base, kw_only=True, tag_field="c", tag=True):
@@ -182,7 +185,7 @@ class AwaitFree(Command, kw_only=True):
     source: Source
 
 
-# ---- commands: replicas ----------------------------------------------------------------------------------------------
+# ---- commands: replicas
 
 
 class Join(Command, kw_only=True):
@@ -268,7 +271,7 @@ AnyCommand = (
     | View
 )
 
-# ---- results ---------------------------------------------------------------------------------------------------------
+# ---- results
 
 
 class Result(_Base, kw_only=True, tag_field="r", tag=True):
@@ -370,7 +373,6 @@ class Answer(_Base, kw_only=True):
 
 
 # ---- messages between the ranks of a replica
-# ---------------------------------------------------------------------------
 
 
 class RankMessage(_Base, kw_only=True, tag_field="m", tag=True):
@@ -378,16 +380,19 @@ class RankMessage(_Base, kw_only=True, tag_field="m", tag=True):
 
 
 class Hello(RankMessage, kw_only=True):
-    """A rank has started (again): rank 0 looks up the seats and makes the next round a full one."""
+    """A rank has started (again), under this agent; ``amiss``: it does not run what rank 0 runs. Rank 0 looks up the seats,
+    and makes the next round a full one where the rank's process is another or something is amiss."""
 
     rank: int
     agent: str
+    amiss: bool = False
 
 
 class Round(RankMessage, kw_only=True):
-    """Rank 0 fixes a round's target; ``record`` None: nothing newer."""
+    """Rank 0 fixes a round's target; ``record`` None: nothing newer than ``installed``, its identity."""
 
     record: VersionRecord | None
+    installed: tuple[int, int, int] | None = None
     trainer: bool = True
     holders: tuple[Holder, ...] = ()
     full: bool = False  # install even if this version is installed (healing)

@@ -22,7 +22,7 @@ class Leader:
     finished: Finished | None = None
     votes: dict[int, Vote] = field(default_factory=dict)
     installs: dict[int, Installed] = field(default_factory=dict)
-    newcomers: set[int] = field(default_factory=set)
+    greeted: dict[int, Hello] = field(default_factory=dict)
     past: dict[int, tuple[Decision | None, Finished | None]] = field(default_factory=dict)
 
     def begin(self) -> int:
@@ -40,7 +40,7 @@ class Leader:
     def receive(self, message: AnyRankMessage) -> AnyRankMessage | None:
         """Note what a rank says; the reply, if any, goes back to it. Repeating a message changes nothing."""
         if isinstance(message, Hello):
-            self.newcomers.add(message.rank)
+            self.greeted[message.rank] = message
             return None
         if message.round != self.round:
             decision, finished = self.past.get(message.round, (None, None))

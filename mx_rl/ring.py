@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+from mx_rl.arena import num_windows
+from mx_rl.copies import copy_all
 from mx_rl.endpoint import Endpoint, Served
 from mx_rl.layout import RankLayout
 from mx_rl.records import Source
 from mx_rl.tensors import Shard
+
+_BATCH_BYTES = 128 << 20
 
 
 @dataclass
@@ -40,21 +44,22 @@ class Ring:
             for block in self.served.arena.blocks
         ]
 
-    @torch.no_grad()
     def snapshot(self, slot: Slot, tensors: Mapping[str, tuple[Shard, ...]]) -> Source:
-        """Copy (and cast, as ``Tensor.to`` does) every box into the slot. The header says "nothing" before the first
-        byte changes, and is raised window by window after the bytes are there."""
+        """Copy (and cast, as ``Tensor.to`` does) every box into the slot. The header says "nothing" before the first byte
+        changes, and its count of windows follows the bytes."""
         header = self.served.arena.headers[slot.index]
         slot.key = None
         slot.generation = header.begin()
-        done = 0
+        batch: list[tuple[torch.Tensor, torch.Tensor]] = []
+        begun = 0
         for box, view in zip(self._boxes, self._views[slot.index], strict=True):
-            view.copy_(tensors[box.name][box.box].tensor)
-            reached = box.offset // self.window_bytes
-            if reached > done:
-                done = reached
-                header.confirm(done)
-        header.confirm(-(-self.layout.nbytes // self.window_bytes))
+            if box.offset - begun >= _BATCH_BYTES:
+                copy_all(batch)
+                header.confirm(box.offset // self.window_bytes)
+                batch, begun = [], box.offset
+            batch.append((view, tensors[box.name][box.box].tensor))
+        copy_all(batch)
+        header.confirm(num_windows(self.layout.nbytes, self.window_bytes))
         return self.source(slot)
 
     def source(self, slot: Slot) -> Source:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mx_rl.endpoint import Member
+from mx_rl.endpoint import Member, seat_key
 from mx_rl.errors import MxRLError, RegistryLost, VersionGone
 from mx_rl.fetch import Fetch, Haul, Progress, suppliers
 from mx_rl.landing import Landing
@@ -78,7 +78,9 @@ class Staging:
     def announce(self) -> None:
         self._member.put(self.layout.hash, self.layout.encode())
         if self.landing.served is not None:
-            self._member.put(self.landing.served.name, encode(self.landing.served.record))
+            record = encode(self.landing.served.record)
+            self._member.put(self.landing.served.name, record)
+            self._member.put(seat_key(self._member.incarnation), record)
 
     def reassert(self) -> None:
         """To a registry that forgot: a version that only replicas hold is of use with its world's layout only."""
@@ -104,7 +106,6 @@ class Staging:
             landing.close()
 
     # ---- plan
-    # ------------------------------------------------------------------------------------------------------------
 
     def _plan(self, record: VersionRecord, seats: ReplicaSeats | None) -> Plan:
         replica = seats.layouts if seats is not None else (self.layout.hash,)
@@ -132,7 +133,6 @@ class Staging:
         return [found[name] for name in names]
 
     # ---- move
-    # ------------------------------------------------------------------------------------------------------------
 
     def _move(self, told: Round, record: VersionRecord, plan: Plan, deadline: float) -> Cargo:
         landing = self._landing_for(plan)
@@ -161,9 +161,12 @@ class Staging:
             fetch.run(deadline)
         except MxRLError as exc:
             self._note_failure(exc, time.monotonic() - begun, len(progress.confirmed) - before, len(plan.window_bounds))
+            if self._rank:
+                self._tell_dead(haul.dead)
+            else:
+                self.dead += haul.dead  # told with the next resolve, which comes at once
             raise
-        finally:
-            self._tell_dead(haul.dead)
+        self._tell_dead(haul.dead)
         self.lost = 0
         self.read_s = time.monotonic() - begun
         self._progress = None
@@ -176,11 +179,9 @@ class Staging:
             self._progress = None
 
     def _tell_dead(self, agents: list[str]) -> None:
-        """A death that the transport reports ends a lease at once. Rank 0's goes with its next resolve."""
+        """A death that the transport reports ends a lease at once. Told while it is news: the next word of the agent's
+        owner withdraws it, and a report that comes after that word would hide a living source."""
         if not agents:
-            return
-        if self._rank == 0:
-            self.dead += agents
             return
         try:
             self._member.ask(Dead(policy=self._member.policy, agents=tuple(agents)), timeout=5.0)
@@ -188,7 +189,6 @@ class Staging:
             log.warning("policy %s: lost agents could not be reported: %s", self._member.policy, exc)
 
     # ---- landings
-    # --------------------------------------------------------------------------------------------------------
 
     def _open_landing(self, nbytes: int) -> Landing:
         role = f"{self._member.policy}-r{self._rank}"
@@ -198,9 +198,9 @@ class Staging:
         self._quarantine = [landing for landing in self._quarantine if not _retired(landing)]
         if plan.stage_nbytes > self.landing.nbytes:
             old, self.landing = self.landing, self._open_landing(plan.stage_nbytes)
-            old.close()
             self._progress = None
             self.announce()
+            old.close()
         return self.landing
 
     def _replace(self, landing: Landing) -> Landing:

@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
-from mx_rl.claim import name_ranks
 from mx_rl.config import Options
-from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, seat_key, unique_name
+from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, unique_name
 from mx_rl.errors import (
     Busy,
     CorruptRecord,
@@ -25,7 +24,6 @@ from mx_rl.errors import (
     NotReady,
     PeerLost,
     RegistryLost,
-    SeatTaken,
     StaleIncarnation,
     StaleVersion,
     Tainted,
@@ -35,30 +33,29 @@ from mx_rl.errors import (
 from mx_rl.holds import Holds
 from mx_rl.install import Installer, Work
 from mx_rl.layout import RankLayout
+from mx_rl.membership import Membership
 from mx_rl.ranks import Ranks
 from mx_rl.records import (
     Ack,
     AnyResult,
     Installed,
-    Join,
     Nothing,
-    ReplicaSeats,
     Resolve,
     Round,
     Source,
     Target,
     VersionRecord,
     Vote,
-    encode,
 )
 from mx_rl.registry import Registry
-from mx_rl.reports import SyncReport
+from mx_rl.reports import SyncReport, Version
 from mx_rl.staging import Cargo, Staging
 from mx_rl.tensors import Tensors, resolve
 
 log = logging.getLogger("mx_rl")
 
 T = TypeVar("T")
+Number: TypeAlias = "int | Version | None"
 
 _POLL_S = 10.0
 _TRANSIENT = (VersionGone, PeerLost, RegistryLost, VersionAborted)
@@ -141,13 +138,12 @@ class Subscriber:
         self._held: tuple[Source, ...] = ()
         self._open_stage: Staged | None = None
         self._installer = Installer()
-        self._seats: ReplicaSeats | None = None
         self._staging: Staging | None = None
         self._ranks: Ranks | None = None
+        self._membership: Membership | None = None
         layout = RankLayout.of(resolve(tensors))
         self.incarnation = unique_name(f"{policy}-r{rank}")
         self.replica = replica or self.incarnation
-        self._named = replica is not None
         self._endpoint = Endpoint.acquire(registry, self.options)
         self._member = Member(self._endpoint, policy, self.incarnation, self._reassert)
         try:
@@ -161,17 +157,17 @@ class Subscriber:
                 allow_missing=allow_missing,
             )
             self._ranks = Ranks(self._endpoint, policy, self.replica, rank, world_size)
-            self._announce()
-            self._join(wait=0.0)
+            self._membership = Membership(
+                self._member, self._staging, self._ranks, self.replica, named=replica is not None
+            )
         except BaseException:
             self.close()
             raise
         close_at_exit(self)
 
     # ---- what users call
-    # -------------------------------------------------------------------------------------------------
 
-    def sync(self, at_least: int | None = None, exactly: int | None = None, *, timeout: float = 60.0) -> SyncReport:
+    def sync(self, at_least: Number = None, exactly: Number = None, *, timeout: float = 60.0) -> SyncReport:
         """Install the newest READY version (``at_least`` n, or ``exactly`` n) and return a SyncReport.
 
         Waits for the first version ever, or for ``at_least``; returns at once with kind "none" where nothing newer is
@@ -183,19 +179,22 @@ class Subscriber:
         """
         deadline = time.monotonic() + timeout
 
+        least, exact = _number(at_least), _number(exactly)
+
         def attempt() -> SyncReport:
-            staged = self._stage(at_least, exactly, deadline)
+            staged = self._stage(least, exact, deadline)
             return staged if isinstance(staged, SyncReport) else self._install(staged, deadline)
 
-        return self._persist(attempt, exactly, deadline)
+        return self._persist(attempt, exact, deadline)
 
-    def stage(self, at_least: int | None = None, exactly: int | None = None, *, timeout: float = 60.0) -> Staged | None:
+    def stage(self, at_least: Number = None, exactly: Number = None, *, timeout: float = 60.0) -> Staged | None:
         """Bring the newest version into the stage without installing it; None where nothing newer is there.
 
         Errors as for ``sync``. One version at a time: a staged one is discarded by the next ``stage``.
         """
         deadline = time.monotonic() + timeout
-        staged = self._persist(lambda: self._stage(at_least, exactly, deadline), exactly, deadline)
+        least, exact = _number(at_least), _number(exactly)
+        staged = self._persist(lambda: self._stage(least, exact, deadline), exact, deadline)
         return None if isinstance(staged, SyncReport) else staged
 
     @contextmanager
@@ -254,83 +253,24 @@ class Subscriber:
         return f"Subscriber({self.policy!r}, {seat}, version={self.version})"
 
     # ---- the replica
-    # -----------------------------------------------------------------------------------------------------
 
     @property
-    def _parts(self) -> tuple[Staging, Ranks]:
+    def _parts(self) -> tuple[Staging, Ranks, Membership]:
         check_open(self._closed, f"Subscriber({self.policy!r})")
         assert self._staging is not None
         assert self._ranks is not None
-        return self._staging, self._ranks
-
-    def _announce(self) -> None:
-        staging, ranks = self._parts
-        staging.announce()
-        seat = staging.landing.served.record if staging.landing.served is not None else ranks.record
-        if ranks.record is not None:
-            self._member.put(ranks.agent, encode(ranks.record))
-        if seat is not None:
-            self._member.put(seat_key(self.incarnation), encode(seat))
-
-    def _join(self, *, wait: float) -> ReplicaSeats:
-        staging, ranks = self._parts
-        command = Join(
-            policy=self.policy,
-            replica=self.replica,
-            rank=self.rank,
-            ranks=self.world_size,
-            incarnation=self.incarnation,
-            layout=staging.layout.hash,
-            endpoint=ranks.agent,
-            named=self._named,
-            wait=wait,
-        )
-        try:
-            self._seats = self._member.ask(command, ReplicaSeats)
-        except SeatTaken as exc:
-            if not self._member.report_if_dead(exc.fields.get("holder", "")):
-                raise
-            self._seats = self._member.ask(command, ReplicaSeats)
-        return self._seats
-
-    def _meet(self, deadline: float) -> None:
-        """All ranks of the replica have joined, and those who must talk are connected."""
-        staging, ranks = self._parts
-        layout = RankLayout.of(resolve(self._tensors))
-        if layout.hash != staging.layout.hash:
-            staging.layout = layout
-            self._announce()
-            self._join(wait=0.0)
-        if self.world_size == 1:
-            return
-        seats, renewed = self._seats, ranks.newcomers()
-        if renewed:
-            self._taint = self._taint or "a rank of the replica was replaced"
-        while renewed or seats is None or not seats.open or not ranks.connected:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                missing = [rank for rank, agent in enumerate(seats.agents if seats else ()) if not agent]
-                raise IncompleteVersion(
-                    f"replica {self.replica!r}: rank(s) {name_ranks(missing)} of {self.world_size} have not joined",
-                    version=None,
-                    missing=missing,
-                )
-            seats = self._join(wait=min(left, _POLL_S))
-            if seats.open:
-                ranks.connect(seats, self._member)
-                renewed = False
+        assert self._membership is not None
+        return self._staging, self._ranks, self._membership
 
     def _reassert(self) -> None:
-        if self._closed or self._staging is None or self._ranks is None:
+        membership = self._membership
+        if self._closed or membership is None:
             return
-        self._announce()
-        self._staging.reassert()
-        self._join(wait=0.0)
+        membership.reassert()
         if self.rank == 0 and self._record is not None:
             self._member.ask(self._acknowledgement("tainted" if self._taint else "installed", self._record.number))
 
     # ---- stage
-    # -----------------------------------------------------------------------------------------------------------
 
     def _persist(self, attempt: Callable[[], T], exactly: int | None, deadline: float) -> T:
         """Try again what may go well next time, until the deadline. An exact version that is gone does not come
@@ -348,18 +288,20 @@ class Subscriber:
                     nap = min(nap * 2, 1.0)
 
     def _stage(self, at_least: int | None, exactly: int | None, deadline: float) -> Staged | SyncReport:
-        staging, ranks = self._parts
+        staging, ranks, membership = self._parts
         if self._open_stage is not None:
             self._discard(self._open_stage, "another stage began")
         begun = time.monotonic()
-        self._meet(deadline)
+        membership.follow(RankLayout.of(resolve(self._tensors)))
+        if membership.meet(deadline):
+            self._taint = self._taint or "a rank of the replica was replaced, or runs another version"
         told = self._fix_target(at_least, exactly, deadline) if self.rank == 0 else ranks.next_round(deadline)
         resolved = time.monotonic() - begun
         if told.record is None:
-            return self._nothing_newer(resolved)
+            return self._nothing_newer(told, resolved)
         self._held = ()
         try:
-            cargo = staging.load(told, self._seats if self.world_size > 1 else None, deadline)
+            cargo = staging.load(told, membership.seats, deadline)
         except BaseException as exc:
             self._refuse_round(told.round, told.record.number, exc)
             raise
@@ -369,9 +311,10 @@ class Subscriber:
 
     def _fix_target(self, at_least: int | None, exactly: int | None, deadline: float) -> Round:
         """Rank 0: which version, from whom. Waits for one that satisfies the call."""
-        staging, ranks = self._parts
+        staging, ranks, _ = self._parts
         record = self._record
         mine = record.number if record is not None else None
+        running = record.identity if record is not None else None
         whole = mine is not None and self._taint is None
         content = whole and (mine or 0) >= (at_least or 0) and exactly in (None, mine)
         while True:
@@ -397,12 +340,12 @@ class Subscriber:
             if not isinstance(found, Nothing):
                 raise CorruptRecord(f"the registry answered Resolve with {type(found).__name__}: releases differ")
             if content:
-                return ranks.open_round(lambda number: Round(round=number, record=None))
+                return ranks.open_round(lambda number: Round(round=number, record=None, installed=running))
             if time.monotonic() >= deadline:
                 raise self._not_ready(found, at_least, exactly)
 
     def _offer(self, found: Target, whole: bool, exactly: int | None) -> Round:
-        _, ranks = self._parts
+        _, ranks, _ = self._parts
         offered, mine = found.record.number, self.version
         if whole and mine is not None and offered < mine and exactly is None:
             raise StaleVersion(
@@ -429,10 +372,18 @@ class Subscriber:
             text += f"; version {found.lost} is READY but no living source holds it whole"
         return NotReady(text, latest=found.latest or None, missing=list(found.missing))
 
-    def _nothing_newer(self, resolved: float) -> SyncReport:
+    def _nothing_newer(self, told: Round, resolved: float) -> SyncReport:
+        _, ranks, _ = self._parts
         record = self._record
-        if record is None:
-            raise NotReady(f"policy {self.policy!r}: rank 0 runs a version and this rank none", latest=None, missing=[])
+        if record is None or record.identity != told.installed:
+            ranks.complain()
+            raise IncompleteVersion(
+                f"rank {self.rank} of replica {self.replica!r} runs version {self.version}, rank 0 runs "
+                f"{told.installed[2] if told.installed else None}: sync again, and all ranks take it in full",
+                version=self.version,
+                missing=[self.rank],
+            )
+        self._taint = None  # rank 0 is whole: the decision that this rank could not learn was to leave all as it was
         return SyncReport(
             version=record.number,
             previous=record.number,
@@ -443,7 +394,6 @@ class Subscriber:
         )
 
     # ---- install
-    # ---------------------------------------------------------------------------------------------------------
 
     def _install(self, staged: Staged, deadline: float) -> SyncReport:
         with self._busy:
@@ -486,7 +436,7 @@ class Subscriber:
         self._conclude(staged, fault, max(deadline, time.monotonic() + self.options.lease_s))
 
     def _decide(self, staged: Staged, deadline: float) -> tuple[bool, str]:
-        _, ranks = self._parts
+        _, ranks, _ = self._parts
         vote = Vote(round=staged.round, rank=self.rank, agree=True)
         if self.rank == 0:
             decision = ranks.collect_votes(vote, deadline)
@@ -512,7 +462,7 @@ class Subscriber:
 
     def _conclude(self, staged: Staged, fault: BaseException | None, deadline: float) -> None:
         """All ranks have installed, or the replica is tainted on all of them."""
-        _, ranks = self._parts
+        _, ranks, _ = self._parts
         reason = "" if fault is None else f"{type(fault).__name__}: {fault}"[:1024]
         mine = Installed(
             round=staged.round, rank=self.rank, agree=fault is None, reason=reason, source=staged.cargo.source
@@ -542,7 +492,7 @@ class Subscriber:
 
     def _refuse_round(self, number: int, version: int, exc: BaseException) -> None:
         """This rank cannot install: the round ends with nothing changed anywhere."""
-        _, ranks = self._parts
+        _, ranks, _ = self._parts
         reason = f"{type(exc).__name__}: {exc}"[:1024]
         if self.rank:
             ranks.refuse(Vote(round=number, rank=self.rank, agree=False, reason=reason))
@@ -564,7 +514,6 @@ class Subscriber:
             self._open_stage = None
 
     # ---- hooks and reports
-    # -----------------------------------------------------------------------------------------------
 
     def _call_before(self, previous: int | None, version: int, deadline: float) -> None:
         nap = 0.01
@@ -620,6 +569,10 @@ class Subscriber:
             retries=haul.retries,
             refused=dict(haul.refused),
         )
+
+
+def _number(version: Number) -> int | None:
+    return version.number if isinstance(version, Version) else version
 
 
 def _check_arguments(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -27,6 +28,7 @@ from mx_rl.transport.place import here
 
 CALL_S = 60.0
 _CONSTRUCT = "construct"
+_numbers = itertools.count()
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.transport_world"])
 
@@ -127,7 +129,7 @@ class Source:
             )
         )
         self._over = threading.Event()
-        self._churn = threading.Event()
+        self._churner: tuple[threading.Event, threading.Thread] | None = None
         self._threads = [threading.Thread(target=self._serve, daemon=True)]
         self._threads[0].start()
 
@@ -165,17 +167,30 @@ class Source:
     def churn(self, windows: int, block: int = 0) -> None:
         """Rewrite a block for ever as fast as it goes, every byte the low byte of its generation."""
 
+        over = threading.Event()
+
         def run() -> None:
             header, tensor = self.blocks.headers[block], self.blocks.tensors[block]
             random = np.random.default_rng(0)
-            while not self._churn.is_set():
+            while not over.is_set():
                 generation = header.begin()
                 tensor.fill_(generation & 0xFF)
                 header.confirm(windows)
-                self._churn.wait(random.choice([0, 0, 0.0005, 0.003]))
+                over.wait(random.choice([0, 0, 0.0005, 0.003]))
 
-        self._threads.append(threading.Thread(target=run, daemon=True))
-        self._threads[-1].start()
+        thread = threading.Thread(target=run, daemon=True)
+        self._churner = (over, thread)
+        thread.start()
+
+    def rest(self) -> None:
+        """End a churn, and forget what was published and sent."""
+        if self._churner is not None:
+            self._churner[0].set()
+            self._churner[1].join()
+            self._churner = None
+        for header in self.blocks.headers:
+            header.begin()
+        self.server.messages()
 
     def messages(self) -> list[bytes]:
         return list(self.server.messages())
@@ -183,11 +198,14 @@ class Source:
     def num_readers(self) -> int:
         return int(getattr(self.server, "num_readers", 0))
 
+    def num_peers(self) -> int:
+        return int(getattr(self.server, "num_peers", 0))
+
     def usage(self) -> dict[str, int]:
         return usage()
 
     def idle_cpu(self, seconds: float) -> float:
-        """CPU share of this process with its server at rest (its own stepping excepted)."""
+        """CPU share of this process while nothing is stepped."""
         self._over.set()
         self._threads[0].join()
         begin, cpu = time.monotonic(), time.process_time()
@@ -204,7 +222,7 @@ class Source:
         return (time.perf_counter() - begin) / times
 
     def close(self) -> None:
-        self._churn.set()
+        self.rest()
         self._over.set()
         for thread in self._threads:
             thread.join(5)
@@ -317,6 +335,17 @@ class Reader:
 
     def clear(self, stage: int = 0) -> None:
         self.blocks.tensors[stage].zero_()
+
+    def rest(self) -> None:
+        """Leave every source and wipe the stages."""
+        if self.flow is not None:
+            self.flow.close()
+        for key in list(self.links):
+            self.unplug(key)
+        if not self.settled(10.0):
+            raise TimeoutError("moves have not ended")
+        for tensor in self.blocks.tensors:
+            tensor.zero_()
 
     def unplug(self, key: str = "") -> None:
         if key in self.routes:
@@ -516,11 +545,9 @@ class World:
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self._children: list[Any] = []
-        self._number = 0
 
     def _make(self, role: type, nbytes: int, **keywords: Any) -> Any:
-        self._number += 1
-        name = f"{role.__name__}-{os.getpid()}-{id(self):x}-{self._number}"
+        name = f"{role.__name__}-{os.getpid()}-{next(_numbers)}"
         if self.kind.transport == "memory":
             child: Any = Local(role, self.kind, name, nbytes, **keywords)
         else:
@@ -537,6 +564,34 @@ class World:
     def end(self) -> None:
         for child in reversed(self._children):
             child.end()
+
+
+class Pairs:
+    """One source and one reader of each kind, kept from test to test for as long as none fails."""
+
+    def __init__(self, nbytes: int, count: int) -> None:
+        self._nbytes = nbytes
+        self._count = count
+        self._worlds: dict[Kind, tuple[World, Any, Any]] = {}
+
+    def take(self, kind: Kind) -> tuple[Any, Any]:
+        if kind not in self._worlds:
+            world = World(kind)
+            source = world.source(self._nbytes, count=self._count)
+            self._worlds[kind] = (world, source, world.reader(self._nbytes, count=self._count))
+        return self._worlds[kind][1:]
+
+    def give(self, kind: Kind) -> None:
+        _, source, reader = self._worlds[kind]
+        reader.rest()
+        source.rest()
+
+    def drop(self, kind: Kind) -> None:
+        self._worlds.pop(kind)[0].end()
+
+    def end(self) -> None:
+        for kind in list(self._worlds):
+            self.drop(kind)
 
 
 @contextlib.contextmanager

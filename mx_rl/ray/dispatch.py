@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-
 from mx_rl.errors import ActorFailed, CallTimeout, Closed, NotReady
 from mx_rl.ray.deadline import Deadline
 from mx_rl.ray.remote import died, failure, fetch
 from mx_rl.ray.replica import Replica
+from mx_rl.ray.session import wait
 from mx_rl.ray.slot import Slot
 
 MAX_DEATHS = 3
@@ -35,13 +34,13 @@ class Roster:
         """Those whose ranks take calls."""
         return [slot.replica for slot in list(self.slots) if slot.replica is not None and slot.replica.live]
 
-    def send(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Replica, Any] | None:
+    def send(self, method: str, /, *args: Any, **kwargs: Any) -> tuple[Replica, Any] | None:
         """Call the least loaded replica that serves and has room; None where there is none at the moment."""
         with self.changed:
             free = [replica for replica in self.replicas() if replica.serving and replica.has_room]
             for replica in sorted(free, key=lambda each: (each.load, each.sent)):
                 try:
-                    return replica, replica.send(method, args, kwargs)
+                    return replica, replica.send(method, *args, **kwargs)
                 except Closed:  # it ended between the two lines
                     continue
         return None
@@ -96,7 +95,7 @@ def dispatch(
             if work is None:
                 drawn = False
                 break
-            sent = roster.send(method, (work.item,), kwargs)
+            sent = roster.send(method, work.item, **kwargs)
             if sent is None:
                 again.appendleft(work)
                 break
@@ -109,7 +108,7 @@ def dispatch(
             with roster.changed:
                 roster.changed.wait(min(_SLICE_S, deadline.left))
             continue
-        done, _ = ray.wait(list(running), num_returns=1, timeout=min(_SLICE_S, deadline.left))
+        done, _ = wait(list(running), num_returns=1, timeout=min(_SLICE_S, deadline.left))
         for ref in done:
             work, replica = running.pop(ref)
             value, error = fetch(ref, deadline=deadline)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 import uuid
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +19,7 @@ from mx_rl.ray.ranks import END_S
 from mx_rl.ray.remote import gather
 from mx_rl.ray.replica import Replica
 from mx_rl.ray.report import FleetReport
+from mx_rl.ray.session import close_at_exit
 from mx_rl.ray.slot import Recipe, Slot
 from mx_rl.ray.sync import newest, sync_all
 from mx_rl.ray.wrapped import WrappedRanks
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 
 _OURS = {"policy", "tensors", "registry", "replica", "rank", "world_size"}
 _CLOSE_S = 3 * END_S
+_SLICE_S = 0.25
 
 
 class RolloutFleet:
@@ -153,7 +153,7 @@ class RolloutFleet:
         self._roster = Roster()
         self._closing = threading.Event()
         self._scaling = threading.Lock()
-        _open_fleets.add(self)
+        close_at_exit(self)
 
     # ---- versions ----------------------------------------------------------------------------------------------------
 
@@ -218,7 +218,12 @@ class RolloutFleet:
         if self._user_class is not None:
             check_method(self._user_class, method)
         deadline = Deadline(timeout)
-        sent = {replica: replica.send_all(method, args, kwargs) for replica in self._roster.replicas()}
+        sent = {}
+        for replica in self._roster.replicas():
+            try:
+                sent[replica] = replica.send_all(method, deadline, *args, **kwargs)
+            except Closed:  # it ended a moment ago, and is of the fleet no more
+                self._check_open()
         refs = {(replica, rank): ref for replica, ranks in sent.items() for rank, ref in ranks.items()}
         found = gather(refs, deadline=deadline, settle=None)
         for replica, ranks in sent.items():
@@ -274,11 +279,11 @@ class RolloutFleet:
         with self._roster.changed:
             while not (all(slot.settled for slot in new) or any(slot.error for slot in new) or deadline.over):
                 self._check_open()
-                self._roster.changed.wait(min(0.25, deadline.left))
+                self._roster.changed.wait(min(_SLICE_S, deadline.left))
         failed = [slot.error for slot in new if slot.error is not None]
         late = [slot for slot in new if not slot.settled]
         if failed or late:
-            states = {name: state for name, state in self._roster.states().items()}
+            states = self._roster.states()
             self._end(new, Deadline(0))
             if failed:
                 raise failed[0]
@@ -291,19 +296,22 @@ class RolloutFleet:
     def _wait_installed(self, new: Sequence[Slot], deadline: Deadline) -> None:
         if newest(self._roster, Deadline(min(30.0, deadline.left))) is None:
             return
-        with self._roster.changed:
-            while not deadline.over:
-                self._check_open()
-                late = [slot for slot in new if slot.replica is not None and not slot.replica.serving]
-                if not late:
-                    return
-                self._roster.changed.wait(min(0.25, deadline.left))
-        names = [slot.replica.name for slot in late if slot.replica is not None]
-        raise NotReady(
-            f"{len(late)} new replicas installed no version in {deadline.timeout:g} s: {self._roster.states()}",
-            latest=None,
-            missing=names,
-        )
+        while True:
+            self._check_open()
+            late = [slot.replica.name for slot in new if slot.replica is not None and not slot.replica.serving]
+            if not late:
+                return
+            if deadline.over:
+                raise NotReady(
+                    f"{len(late)} new replicas installed no version in {deadline.timeout:g} s: {self._roster.states()}",
+                    latest=None,
+                    missing=late,
+                )
+            for slot in new:
+                if slot.error is not None:
+                    raise slot.error
+            with self._roster.changed:
+                self._roster.changed.wait(min(_SLICE_S, deadline.left))
 
     def _end(self, slots: Sequence[Slot], drain: Deadline) -> None:
         ending = list(slots)
@@ -348,11 +356,13 @@ class RolloutFleet:
 
     def close(self) -> None:
         """End every replica, without waiting for their calls, in bounded time; actors and placement groups of others
-        are not touched. Idempotent."""
+        are not touched. Idempotent. A fleet that was made in an actor ends with that actor; Ray keeps its placement
+        groups to the end of the job unless it is closed first."""
         self._closing.set()
+        for slot in list(self._roster.slots):
+            slot.stop(Deadline(0))  # a scale that drains lets go of the lock then
         with self._scaling:
             self._end(self._roster.slots, Deadline(0))
-        _open_fleets.discard(self)
 
     def __enter__(self) -> RolloutFleet:
         return self
@@ -365,14 +375,3 @@ class RolloutFleet:
     def _check_open(self) -> None:
         if self._closing.is_set():
             raise Closed(f"the RolloutFleet of {self.policy!r} was closed")
-
-
-_open_fleets: weakref.WeakSet[RolloutFleet] = weakref.WeakSet()
-
-
-@atexit.register
-def _halt() -> None:
-    """Ray ends the actors of a driver that exits; without this their slots would try to replace them."""
-    for fleet in list(_open_fleets):
-        for slot in list(fleet._roster.slots):
-            slot.stop(Deadline(0))

@@ -16,6 +16,7 @@ from mx_rl.ray.host import TrainerHost
 from mx_rl.ray.placement import Request
 from mx_rl.ray.ranks import END_S, Ranks
 from mx_rl.ray.remote import died, failure, gather
+from mx_rl.ray.session import close_at_exit
 from mx_rl.ray.wrapped import WrappedRanks
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ class TrainerGroup:
         self._closing = threading.Event()
         self._ranks: Ranks | None = None
         self._dead: ActorFailed | None = None
+        close_at_exit(self)
 
     def _launch(self, timeout: float) -> None:
         assert self._user_class is not None
@@ -138,7 +140,7 @@ class TrainerGroup:
         if self._user_class is not None:
             check_method(self._user_class, method)
         deadline = Deadline(timeout)
-        refs = self._alive().submit("call", method, args, kwargs)
+        refs = self._alive().submit("call", method, *args, **kwargs)
         if not wait:
             return list(refs.values())
         return self._collect(refs, deadline, doing=method)
@@ -220,7 +222,8 @@ class TrainerGroup:
         return {**view, "world": ranks.name, "state": state, "reason": reason, "ranks": rows}
 
     def close(self) -> None:
-        """End the actors and give their resources back, in bounded time. Idempotent."""
+        """End the actors and give their resources back, in bounded time. Idempotent. A group that was made in an actor
+        ends with that actor; Ray keeps its placement group to the end of the job unless it is closed first."""
         self._closing.set()
         with self._lock:
             if self._ranks is not None:
@@ -256,7 +259,7 @@ class TrainerGroup:
     def _collect(self, refs: Mapping[int, Any], deadline: Deadline, *, doing: str) -> list[Any]:
         """Results by rank, or the error that explains the others."""
         ranks = self._open()
-        found = gather(refs, deadline=deadline, abort=None)
+        found = gather(refs, deadline=deadline)
         for rank, error in found.errors.items():
             if died(error):
                 lost = failure(error, actor=ranks.title, rank=rank, doing=doing)

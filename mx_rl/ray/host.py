@@ -89,9 +89,8 @@ class Host(ABC):
         """Before ``build``, in a call of its own: the user's module may read the environment when it is imported."""
         os.environ.update(seat.environment())
 
-    def build(
-        self, seat: Seat, user_class: type[Member], kwargs: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> None:
+    def build(self, seat: Seat, user_class: type[Member], kwargs: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+        """Make the user's object and its endpoint; the name under which the registry knows this member."""
         with portable():
             given = {
                 "policy": seat.policy,
@@ -103,14 +102,16 @@ class Host(ABC):
             self.worker = make(user_class, kwargs, {**given, **self.given(seat)})
             self.endpoint = self.open(seat, self.worker.build(), options)
             setattr(self.worker, self.attribute, self.endpoint)
+            return str(self.endpoint.incarnation)
 
-    def adopt(self, seat: Seat, build: str, options: Mapping[str, Any]) -> None:
-        """For an actor that its user made: ``build`` names the method that returns its tensors."""
+    def adopt(self, seat: Seat, build: str, options: Mapping[str, Any]) -> str:
+        """As ``build``, for an actor that its user made: ``build`` names the method that returns its tensors."""
         with portable():
             check_method(self.worker, build)
             self.endpoint = self.open(seat, self.finish(getattr(self.worker, build)()), options)
             if hasattr(self.worker, "__dict__") and not hasattr(self.worker, self.attribute):
                 setattr(self.worker, self.attribute, self.endpoint)
+            return str(self.endpoint.incarnation)
 
     def given(self, seat: Seat) -> dict[str, Any]:
         return {}
@@ -123,7 +124,7 @@ class Host(ABC):
         """What surrounds a user call."""
         return nullcontext()
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         with portable():
             check_method(self.worker, method)
             with self.guard():
@@ -224,7 +225,7 @@ class RolloutHost(Host):
         held: AbstractContextManager[Any] = self.endpoint.hold()
         return held
 
-    def call_stamped(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, int | None]:
+    def call_stamped(self, method: str, /, *args: Any, **kwargs: Any) -> tuple[Any, int | None]:
         """The result, and the version that it was computed with."""
         with portable():
             check_method(self.worker, method)
@@ -281,7 +282,7 @@ def portable() -> Iterator[None]:
 _adopted: dict[type[Host], Host] = {}
 
 
-def operate(worker: Any, kind: type[Host], operation: str, args: tuple[Any, ...]) -> Any:
+def operate(worker: Any, kind: type[Host], operation: str, /, *args: Any, **kwargs: Any) -> Any:
     """Run a host's operation in an actor that its user made; there is one such object a process."""
     host = _adopted.get(kind)
     if host is None or host.worker is not worker:
@@ -289,7 +290,7 @@ def operate(worker: Any, kind: type[Host], operation: str, args: tuple[Any, ...]
         host.worker = worker
     if operation == "end":
         del _adopted[kind]
-    return getattr(host, operation)(*args)
+    return getattr(host, operation)(*args, **kwargs)
 
 
 def remote_host(kind: type[Host]) -> Any:

@@ -16,8 +16,8 @@ from mx_rl.ray.deadline import Deadline
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
-_SLICE_S = 0.5  # how long one wait may keep a close from being noticed
-_TOKEN_CPU = 0.001  # Ray refuses empty bundles; ranks that ask for nothing still need one each
+_POLL_S = (0.01, 0.25)  # Ray's own wait takes whole seconds, in which a close would not be noticed
+_NEXT_TO_NOTHING = {"memory": 1}  # bytes: Ray refuses empty bundles, and any part of a CPU would keep others from it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Request:
     @property
     def bundle(self) -> dict[str, float]:
         asked = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
-        return {name: amount for name, amount in asked.items() if amount} or {"CPU": _TOKEN_CPU}
+        return {name: amount for name, amount in asked.items() if amount} or dict(_NEXT_TO_NOTHING)
 
     def describe(self, ranks: int) -> str:
         where = self.placement if isinstance(self.placement, str) else "the given placement group"
@@ -92,11 +92,13 @@ def place(request: Request, ranks: int, *, name: str, deadline: Deadline, abort:
         group = placement_group([request.bundle] * ranks, strategy=given, name=name)
     placement: Placement | None = None
     try:
-        while not group.wait(min(_SLICE_S, max(deadline.left, 0.01))):
-            if abort.is_set():
-                raise Closed(f"{name} was closed while it waited for {request.describe(ranks)}")
+        pause = _POLL_S[0]
+        while not group.wait(0):
             if deadline.over:
                 raise no_room(request, ranks, name=name, timeout=deadline.timeout)
+            if abort.wait(min(pause, deadline.left)):
+                raise Closed(f"{name} was closed while it waited for {request.describe(ranks)}")
+            pause = min(2 * pause, _POLL_S[1])
         placement = Placement(group, request, ranks)
         return placement
     finally:

@@ -7,14 +7,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ray
-
 from mx_rl.errors import Closed, MxRLError, StartTimeout
 from mx_rl.ray.actors import Member
 from mx_rl.ray.deadline import Deadline
+from mx_rl.ray.farewell import leave_for
 from mx_rl.ray.host import Host, Location, Seat, remote_host
 from mx_rl.ray.placement import Placement, Request, no_room, place
-from mx_rl.ray.remote import Gathered, died, failure, gather, most_telling
+from mx_rl.ray.remote import died, failure, gather, most_telling
+from mx_rl.ray.session import Session, kill, wait
 
 log = logging.getLogger("mx_rl.ray")
 
@@ -37,6 +37,9 @@ class Ranks:
         self._kind = kind
         self._actors: list[Any] = []
         self._placement: Placement | None = None
+        self._session = Session()
+        self._registry: str | None = None
+        self._incarnations: list[str] = []  # by rank: the members that the registry knows
         self._lock = threading.Lock()  # one order of calls on all ranks
         self._watches: dict[int, Any] = {}
 
@@ -54,6 +57,7 @@ class Ranks:
         """Place, seat and build every rank. Raises StartTimeout, ActorFailed or the MxRLError of a rank; nothing is
         left behind then."""
         up = False
+        self._registry = options.get("registry")
         try:
             self._placement = place(request, self.size, name=self.name, deadline=deadline, abort=abort)
             actor_class = remote_host(self._kind)
@@ -63,21 +67,22 @@ class Ranks:
             self._locate(deadline, abort, request)
             seats = self._seats()
             self._each("seat", [(seat,) for seat in seats], deadline, abort)
-            self._each("build", [(seat, user_class, kwargs, options) for seat in seats], deadline, abort)
+            built = self._each("build", [(seat, user_class, kwargs, options) for seat in seats], deadline, abort)
+            self._incarnations = built
             self._watches = self.submit("watch")
             up = True
         finally:
             if not up:
                 self.end(timeout=END_S)
 
-    def submit(self, operation: str, *args: Any) -> dict[int, Any]:
+    def submit(self, operation: str, /, *args: Any, **kwargs: Any) -> dict[int, Any]:
         """Call ``operation`` of every rank's host; references by rank."""
         with self._lock:
-            return {rank: self._send(rank, operation, args) for rank in range(self.size)}
+            return {rank: self._send(rank, operation, *args, **kwargs) for rank in range(self.size)}
 
-    def submit_to(self, rank: int, operation: str, *args: Any) -> Any:
+    def submit_to(self, rank: int, operation: str, /, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
-            return self._send(rank, operation, args)
+            return self._send(rank, operation, *args, **kwargs)
 
     def watches(self) -> dict[int, Any]:
         """References by rank that break when the rank's process dies."""
@@ -94,61 +99,68 @@ class Ranks:
     def end(self, *, timeout: float) -> None:
         """Close what the ranks opened, in at most ``timeout`` seconds, then kill the actors and give the resources
         back. Dead ranks cost no time. Idempotent."""
-        actors = self._close(timeout if self.locations else 0.0)  # what was never located has nothing to close
+        if not self._session.alive():
+            return
+        actors, gone = self._close(timeout if self.locations else 0.0)  # what was never located has nothing to close
+        if not self._session.alive():
+            return
         for actor in actors:
-            ray.kill(actor, no_restart=True)
+            kill(actor, no_restart=True)
         if actors:
             # A call of a killed actor fails when Ray has seen its end; only then are its resources free.
-            ray.wait([actor.locate.remote() for actor in actors], num_returns=len(actors), timeout=END_S)
+            wait([actor.locate.remote() for actor in actors], num_returns=len(actors), timeout=END_S)
         if self._placement is not None:
             self._placement.release()
+        leave_for(gone, policy=self.policy, registry=self._registry)
 
-    def _close(self, timeout: float) -> list[Any]:
-        """End every host; the actors, which this object no longer calls."""
+    def _close(self, timeout: float) -> tuple[list[Any], list[str]]:
+        """End every host: the actors, which this object no longer calls, and the members that could not leave."""
         with self._lock:
             actors, self._actors = self._actors, []
             self._watches = {}
-        if not actors or not ray.is_initialized():
-            return []
-        refs = {rank: self._invoke(actor, "end", ()) for rank, actor in enumerate(actors)}
-        self._say(gather(refs, deadline=Deadline(timeout), settle=None))
-        return actors
-
-    def _send(self, rank: int, operation: str, args: Sequence[Any]) -> Any:
-        if not self._actors:
-            raise Closed(f"{self.title} was ended")
-        return self._invoke(self._actors[rank], operation, args)
-
-    def _invoke(self, actor: Any, operation: str, args: Sequence[Any]) -> Any:
-        return getattr(actor, operation).remote(*args)
-
-    def _say(self, ends: Gathered) -> None:
+        refs = {rank: self._invoke(actor, "end") for rank, actor in enumerate(actors)}
+        ends = gather(refs, deadline=Deadline(timeout), settle=None)
         for rank, problems in ends.values.items():
             for text in problems:
                 log.warning("rank %d of %s failed to close: %s", rank, self.title, text)
         for rank, error in ends.errors.items():
             if not died(error):
                 log.warning("rank %d of %s failed to close: %s", rank, self.title, error)
+        gone = [name for rank, name in enumerate(self._incarnations) if rank in refs and rank not in ends.values]
+        return actors, gone
+
+    def _send(self, rank: int, operation: str, /, *args: Any, **kwargs: Any) -> Any:
+        if not self._actors or not self._session.alive():
+            raise Closed(f"{self.title} was ended")
+        return self._invoke(self._actors[rank], operation, *args, **kwargs)
+
+    def _invoke(self, actor: Any, operation: str, /, *args: Any, **kwargs: Any) -> Any:
+        # Spread out, since Ray resolves references among a call's own arguments, not inside a tuple of them.
+        return getattr(actor, operation).remote(*args, **kwargs)
 
     def _locate(self, deadline: Deadline, abort: threading.Event, request: Request) -> None:
         try:
             self.locations = tuple(self._each("locate", [()] * self.size, deadline, abort))
-        except StartTimeout:  # Ray never started them: no bundle of a user's placement group has room
+        except StartTimeout:
+            if isinstance(request.placement, str):
+                raise
+            # No bundle of the user's placement group has room.
             raise no_room(request, self.size, name=self.title, timeout=deadline.timeout) from None
 
     def _each(
         self, operation: str, args: Sequence[tuple[Any, ...]], deadline: Deadline, abort: threading.Event
     ) -> list[Any]:
         """One step of the start on every rank; results by rank."""
-        refs = {rank: self._send(rank, operation, args[rank]) for rank in range(self.size)}
+        doing = {"locate": "starting its process", "adopt": "build"}.get(operation, operation)
+        refs = {rank: self._send(rank, operation, *args[rank]) for rank in range(self.size)}
         found = gather(refs, deadline=deadline, abort=abort)
         if found.errors:
-            raise self.error(found.errors, doing=operation)
+            raise self.error(found.errors, doing=doing)
         if found.pending:
             late = sorted(found.pending)
             raise StartTimeout(
-                f"{self.title}: ranks {late} were not done with {operation} in {deadline.timeout:g} s: "
-                "raise timeout, or look at what they do there",
+                f"{self.title}: ranks {late} were not done with {doing} in {deadline.timeout:g} s: raise timeout, or look "
+                "at what they do there",
                 missing=late,
             )
         return [found.values[rank] for rank in range(self.size)]

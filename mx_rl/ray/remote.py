@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
 from ray.exceptions import (
     GetTimeoutError,
     ObjectLostError,
@@ -21,6 +20,7 @@ from ray.exceptions import (
 
 from mx_rl.errors import ActorFailed, Closed, MxRLError
 from mx_rl.ray.deadline import Deadline
+from mx_rl.ray.session import get, wait
 
 DEATHS = (RayActorError, WorkerCrashedError, ObjectLostError, OwnerDiedError)
 """What Ray raises when the process or the node at the other end is gone, and another one may do the work."""
@@ -55,7 +55,7 @@ def gather(
     keys = {ref: key for key, ref in refs.items()}
     until = deadline
     while found.pending:
-        done, _ = ray.wait(list(found.pending.values()), num_returns=1, timeout=min(_SLICE_S, until.left))
+        done, _ = wait(list(found.pending.values()), num_returns=1, timeout=min(_SLICE_S, until.left))
         for ref in done:
             key = keys[ref]
             del found.pending[key]
@@ -77,7 +77,7 @@ def fetch(ref: Any, *, deadline: Deadline) -> tuple[Any, BaseException | None]:
     """The value of a finished call, or what it raised."""
     try:
         # The call is over; what is left is at most the copy of a large result from another node.
-        return ray.get(ref, timeout=max(deadline.left, 5.0)), None
+        return get(ref, timeout=max(deadline.left, 5.0)), None
     except (RayError, GetTimeoutError) as error:
         return None, error
     except Exception as error:  # noqa: BLE001 - Ray raises the user's class where it cannot derive from it

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from mx_rl.errors import MxRLError
 from mx_rl.ray.deadline import Deadline
 from mx_rl.ray.host import Location
 from mx_rl.ray.ranks import Ranks
 from mx_rl.ray.remote import Gathered
+from mx_rl.ray.session import wait
 
 if TYPE_CHECKING:
     from mx_rl.reports import SyncReport
@@ -43,6 +42,7 @@ class Replica:
         self.sent = 0  # user calls ever sent here: breaks ties between equally loaded replicas
         self._concurrency = concurrency
         self._calls: set[Any] = set()
+        self._together: set[Any] = set()  # those of them that run on every rank
         self._lock = threading.Lock()
         self._round: Round | None = None
 
@@ -84,55 +84,72 @@ class Replica:
     def has_room(self) -> bool:
         return len(self._calls) < self._concurrency
 
-    def send(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def send(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call rank 0; the reference gives (result, version)."""
-        ref = self.ranks.submit_to(0, "call_stamped", method, args, kwargs)
+        ref = self.ranks.submit_to(0, "call_stamped", method, *args, **kwargs)
         self.sent += 1
         with self._lock:
             self._calls.add(ref)
         return ref
 
-    def send_all(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
-        refs = self.ranks.submit("call", method, args, kwargs)
-        with self._lock:
-            self._calls.update(refs.values())
-        return refs
+    def send_all(self, method: str, deadline: Deadline, /, *args: Any, **kwargs: Any) -> dict[int, Any]:
+        """Call every rank, which may meet in collectives, at a time when no round is under way: a rank whose holds are
+        shut would let the others wait in the call, and so their holds, for ever."""
+        while True:
+            with self._lock:
+                unfinished = self._unfinished_round()
+                if self.ranks.size == 1 or not unfinished or deadline.over:
+                    refs = self.ranks.submit("call", method, *args, **kwargs)
+                    self._calls.update(refs.values())
+                    self._together.update(refs.values())
+                    return refs
+            wait(unfinished, num_returns=len(unfinished), timeout=deadline.left)
 
     def done(self, ref: Any) -> None:
         with self._lock:
             self._calls.discard(ref)
+            self._together.discard(ref)
 
     def prune(self) -> None:
         """Forget finished calls that nobody waits for any more."""
         with self._lock:
             calls = list(self._calls)
         if calls:
-            finished, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
+            finished, _ = wait(calls, num_returns=len(calls), timeout=0)
             with self._lock:
                 self._calls.difference_update(finished)
+                self._together.difference_update(finished)
 
-    def drain(self, deadline: Deadline) -> None:
-        """Wait for the calls that run; none is sent any more."""
+    def drain(self, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds for the calls that run; none is sent any more. Whether some run still."""
         self.draining = True
         with self._lock:
             calls = list(self._calls)
-        if calls:
-            ray.wait(calls, num_returns=len(calls), timeout=deadline.left)
+        if not calls:
+            return False
+        _, unfinished = wait(calls, num_returns=len(calls), timeout=timeout)
+        return bool(unfinished)
 
     # ---- versions ----------------------------------------------------------------------------------------------------
 
     def begin_round(self, at_least: int | None, timeout: float) -> Round:
         """Start a sync on every rank, or take part in the one that is under way."""
         with self._lock:
-            if self._round is not None:
-                refs = list(self._round.refs.values())
-                _, open_refs = ray.wait(refs, num_returns=len(refs), timeout=0)
-                if open_refs:
-                    return self._round
-            in_turn = self.ranks.size > 1 and self._concurrency == 1
-            refs_by_rank = self.ranks.submit("sync_in_turn" if in_turn else "sync", at_least, timeout)
-            self._round = Round(at_least=at_least, refs=refs_by_rank)
+            if self._round is not None and self._unfinished_round():
+                return self._round
+            # Behind calls in which ranks wait for one another, in the one order that all ranks see; else beside calls,
+            # so that bytes move while they run.
+            in_turn = self.ranks.size > 1 and bool(self._together)
+            refs = self.ranks.submit("sync_in_turn" if in_turn else "sync", at_least, timeout)
+            self._round = Round(at_least=at_least, refs=refs)
             return self._round
+
+    def _unfinished_round(self) -> list[Any]:
+        if self._round is None:
+            return []
+        refs = list(self._round.refs.values())
+        _, unfinished = wait(refs, num_returns=len(refs), timeout=0)
+        return list(unfinished)
 
     def end_round(self, found: Gathered) -> SyncReport | MxRLError | None:
         """What a round came to on all ranks: rank 0's report, the error that explains the others, or None while some
@@ -156,3 +173,4 @@ class Replica:
         self.ranks.end(timeout=timeout)
         with self._lock:
             self._calls.clear()
+            self._together.clear()

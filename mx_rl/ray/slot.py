@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
 from ray.exceptions import RayError
 
 from mx_rl.errors import ActorFailed, Closed, MxRLError, StartTimeout
@@ -21,6 +20,7 @@ from mx_rl.ray.host import RolloutHost
 from mx_rl.ray.placement import Request
 from mx_rl.ray.ranks import END_S, Ranks
 from mx_rl.ray.replica import Replica
+from mx_rl.ray.session import Session
 from mx_rl.ray.watch import Watch
 
 log = logging.getLogger("mx_rl.ray")
@@ -83,6 +83,7 @@ class Slot:
         self._recipe = recipe
         self._changed = changed
         self._wanted = wanted
+        self._session = Session()
         self._failures = 0  # replicas in a row that never held a version
         self._was_built = False
         self._stop = threading.Event()
@@ -126,8 +127,7 @@ class Slot:
 
     @property
     def _halted(self) -> bool:
-        # After ray.shutdown() the next call of Ray's would start a cluster of its own.
-        return self._stop.is_set() or not ray.is_initialized()
+        return self._stop.is_set() or not self._session.alive()
 
     def _tell(self) -> None:
         with self._changed:
@@ -145,16 +145,20 @@ class Slot:
                     break
                 self.restarts += 1
         except Exception as error:  # a thread has nobody above it: the fleet's status must show it
-            log.exception("a slot of the fleet broke")
+            if self._session.alive():
+                log.exception("a slot of the fleet broke")
             self._give_up(error)
+            if self.replica is not None:
+                self.replica.end(timeout=LOST_S)
         finally:
             self._tell()
 
     def _next_replica(self, recipe: Recipe) -> Replica | None:
         """A built replica, after the pause that failures call for; None when the slot is stopped or gives up."""
         while not self._halted:
-            if self._failures:
-                self._stop.wait(min(BACKOFF_S[0] * 2 ** (self._failures - 1), BACKOFF_S[1]))
+            pause = min(BACKOFF_S[0] * 2 ** (self._failures - 1), BACKOFF_S[1]) if self._failures else 0.0
+            if self._stop.wait(pause):
+                return None
             replica = self.replica = recipe.replica()
             self.born = time.monotonic()
             try:
@@ -195,11 +199,14 @@ class Slot:
             replica.gone = True
             replica.reason = self.reason = lost
             log.warning("replica %s is lost: %s", replica.name, lost)
-            if replica.version is None:
-                self._fail(ActorFailed(f"replica {replica.name}: {lost}", actor=replica.name, rank=None, text=lost))
+            error = ActorFailed(f"replica {replica.name}: {lost}", actor=replica.name, rank=None, text=lost)
+            if self._recipe is None:
+                self._give_up(error)
+            elif replica.version is None:
+                self._fail(error)
             self._tell()
-        elif ray.is_initialized():
-            replica.drain(self._drain)
+        while not lost and self._session.alive() and not self._drain.over and replica.drain(_SLICE_S):
+            self._tell()
         replica.end(timeout=LOST_S if lost else END_S)
 
     def _fail(self, error: BaseException) -> None:

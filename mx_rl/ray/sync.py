@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from mx_rl.errors import Closed, MxRLError, NotReady
 from mx_rl.ray.deadline import Deadline
 from mx_rl.ray.dispatch import Roster
 from mx_rl.ray.remote import Gathered, failure, fetch, gather
 from mx_rl.ray.replica import Replica, Round
 from mx_rl.ray.report import FleetReport
+from mx_rl.ray.session import wait
 
 if TYPE_CHECKING:
     from mx_rl.reports import SyncReport
@@ -116,7 +115,7 @@ def _run(
     until = Deadline(deadline.left + _MARGIN_S)
     while unanswered and not until.over:
         check()
-        done, _ = ray.wait(list(unanswered), num_returns=1, timeout=min(_SLICE_S, until.left))
+        done, _ = wait(list(unanswered), num_returns=1, timeout=min(_SLICE_S, until.left))
         for ref in done:
             replica, rank = unanswered.pop(ref)
             part = found[replica]

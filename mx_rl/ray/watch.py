@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import ray
 from ray.exceptions import ActorUnavailableError
 
 from mx_rl.ray.deadline import Deadline
 from mx_rl.ray.remote import died, fetch, gather
 from mx_rl.ray.replica import Replica, Round
+from mx_rl.ray.session import wait
 
 PULSE_S = 1.0
 """How often a rank is asked for its version; a death does not wait for this, it breaks a reference at once."""
@@ -47,7 +47,7 @@ class Watch:
         watches = {ref: rank for rank, ref in self._replica.ranks.watches().items()}
         pulses = {ref: rank for rank, (ref, _) in self._pulses.items()}
         refs = [*watches, *pulses, *self._unfinished()]
-        done, _ = ray.wait(refs, num_returns=1, timeout=timeout)
+        done, _ = wait(refs, num_returns=1, timeout=timeout)
         for ref in done:
             lost = ""
             if ref in watches:
@@ -72,7 +72,7 @@ class Watch:
         if self._joining is None:
             return []
         refs = list(self._joining.refs.values())
-        _, unfinished = ray.wait(refs, num_returns=len(refs), timeout=0)
+        _, unfinished = wait(refs, num_returns=len(refs), timeout=0)
         return list(unfinished)
 
     def _hear(self, rank: int, ref: Any, *, broken: bool) -> str:

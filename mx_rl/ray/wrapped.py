@@ -26,9 +26,11 @@ class WrappedRanks(Ranks):
     def adopt(self, build: str, options: Mapping[str, Any], *, deadline: Deadline, abort: threading.Event) -> None:
         """Give every actor its Publisher or Subscriber. Raises as ``Ranks.start`` does; the actors stay."""
         up = False
+        self._registry = options.get("registry")
         try:
             self.locations = tuple(self._each("locate", [()] * self.size, deadline, abort))
-            self._each("adopt", [(seat, build, options) for seat in self._seats()], deadline, abort)
+            adopted = self._each("adopt", [(seat, build, options) for seat in self._seats()], deadline, abort)
+            self._incarnations = adopted
             up = True
         finally:
             if not up:
@@ -36,7 +38,8 @@ class WrappedRanks(Ranks):
 
     def end(self, *, timeout: float) -> None:
         """Close the publishers or subscribers in at most ``timeout`` seconds; the actors are their user's."""
-        self._close(timeout)
+        if self._session.alive():
+            self._close(timeout)  # whether a silent one has ended is not ours to say: its lease is
 
-    def _invoke(self, actor: Any, operation: str, args: Sequence[Any]) -> Any:
-        return actor.__ray_call__.remote(operate, self._kind, operation, tuple(args))
+    def _invoke(self, actor: Any, operation: str, /, *args: Any, **kwargs: Any) -> Any:
+        return actor.__ray_call__.remote(operate, self._kind, operation, *args, **kwargs)

@@ -20,7 +20,7 @@ def open_registry(registry: Registry | str | None) -> Registry:
     """
     if isinstance(registry, Registry):
         return registry
-    url = registry or registry_url() or _default_url()
+    url = registry_name(registry)
     if url == "memory":
         from mx_rl.registry.memory import MemoryRegistry
 
@@ -31,6 +31,13 @@ def open_registry(registry: Registry | str | None) -> Registry:
         return RayRegistry(url)
     scheme = url.partition("://")[0]
     raise InvalidArgument(f'registry={scheme!r}: this release knows "ray", "ray://name" and "memory"')
+
+
+def registry_name(registry: Registry | str | None) -> str:
+    """The URL that ``open_registry`` would open; an object's own is its address: two objects are two registries."""
+    if isinstance(registry, Registry):
+        return f"{registry.url}#{id(registry)}"
+    return registry or registry_url() or _default_url()
 
 
 def _default_url() -> str:

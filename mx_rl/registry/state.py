@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from mx_rl.errors import InvalidArgument
 from mx_rl.records import (
+    SEAT_PREFIX,
     Ack,
     Answer,
     AnyCommand,
@@ -253,6 +254,10 @@ def put_blob(policy: Policy, command: PutBlob, now: float) -> Ok | Refused:
         policy.blobs[command.key] = Blob(command.data, {command.owner})
         policy.bump()
     elif known.data != command.data:
+        if command.key == SEAT_PREFIX + command.owner:  # it serves with another agent now
+            policy.blobs[command.key] = Blob(command.data, {command.owner})
+            policy.bump()
+            return Ok()
         return refused(
             InvalidArgument,
             f"policy {policy.name!r}: blob {command.key!r} is immutable, and {command.owner} puts other bytes "

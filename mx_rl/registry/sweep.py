@@ -22,6 +22,7 @@ def sweep(policy: Policy, now: float) -> bool:
                 del world.claims[rank]
         if not world.claims:
             del policy.pending[name]
+    policy.reissue(now)  # its publisher may have been out of reach when a higher number was told
     policy.drop_versions()
     _unreferenced(policy)
     if policy.members:

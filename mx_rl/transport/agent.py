@@ -22,11 +22,16 @@ PROGRESS_US = 10_000
 _patching = threading.Lock()
 _names: set[str] = set()
 _kept: list[object] = []
-"""What must never be destroyed, since bytes may still arrive through it."""
+"""What must not be destroyed, since bytes may still arrive through it."""
 
 
-def keep_for_ever(thing: object) -> None:
+def keep(thing: object) -> None:
     _kept.append(thing)
+
+
+def let_go(thing: object) -> None:
+    """Its last byte has arrived. Nothing happens where it was not kept."""
+    _kept[:] = [other for other in _kept if other is not thing]
 
 
 def memory_of(device: str) -> tuple[str, int]:
@@ -36,7 +41,7 @@ def memory_of(device: str) -> tuple[str, int]:
         return "DRAM", 0
     if kind == "cuda":
         return "VRAM", int(number or 0)
-    raise InvalidArgument(f"device {device!r}: NIXL moves \"cpu\" and \"cuda\" memory")
+    raise InvalidArgument(f'device {device!r}: NIXL moves "cpu" and "cuda" memory')
 
 
 def load_nixl() -> tuple[Any, str]:

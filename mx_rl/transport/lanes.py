@@ -81,7 +81,9 @@ def _can_copy(record: EndpointRecord) -> bool:
     if libc is None:
         return False
     one = ctypes.c_ulong(1)
-    done = libc.process_vm_readv(record.place.pid, ctypes.byref(mine), one, ctypes.byref(theirs), one, ctypes.c_ulong(0))
+    done = libc.process_vm_readv(
+        record.place.pid, ctypes.byref(mine), one, ctypes.byref(theirs), one, ctypes.c_ulong(0)
+    )
     if done == ctypes.sizeof(words):
         check_header((int(words[0]), int(words[1])), nonce=record.nonce, peer=record.agent)
         return True

@@ -15,7 +15,7 @@ from mx_rl.config import Options
 from mx_rl.errors import Closed, CorruptRecord, InvalidArgument, MxRLError, PeerLost
 from mx_rl.records import EndpointRecord
 from mx_rl.records import decode as decode_record
-from mx_rl.transport.agent import Agent, Moves, keep_for_ever, load_nixl
+from mx_rl.transport.agent import Agent, Moves, keep, let_go, load_nixl
 from mx_rl.transport.base import Flow, Link, Receiver, Region, Route, Server, Transport, Windows
 from mx_rl.transport.flow import ReadFlow, Reads, check_header
 from mx_rl.transport.lanes import choose_lane
@@ -72,8 +72,13 @@ class NixlServer(Server):
 
     @property
     def num_readers(self) -> int:
-        """Readers that are known by a request or message and have not left."""
+        """Readers that have sent a request or message and not left."""
         return self._service.num_readers
+
+    @property
+    def num_peers(self) -> int:
+        """Readers that a connection is held to: those, and ones that left but whose agent still lives."""
+        return self._service.num_peers
 
     def step(self) -> bool:
         if self._closed:
@@ -102,7 +107,7 @@ class NixlServer(Server):
         if not self._closed:
             self._closed = True
             if not self._service.close(timeout=_CLOSE_S):
-                keep_for_ever(self._service)  # writes to a stopped reader: their handles must outlive the process's use
+                keep(self._service)  # writes to a stopped reader: their handles must outlive the process's use
             self._agent.close()
 
 
@@ -114,7 +119,9 @@ class _Peer:
         self.links = 0
         self.moves = 0  # Moves that are not released
         self.outbox = Outbox()
-        self.introduced = False
+        self.introduced = False  # in this session
+        self.met = False  # in any
+        self.lost = False
 
 
 class NixlReceiver(Receiver):
@@ -123,7 +130,10 @@ class NixlReceiver(Receiver):
         self.regions = tuple(regions)
         self.options = options
         self.agent = Agent(name, options)
-        self.metadata = self.agent.register(regions)
+        # An agent that has registered nothing cannot be answered: its metadata names no backend.
+        self._anchor = np.zeros(HEADER_BYTES, dtype=np.uint8)
+        anchor = Region(address=int(self._anchor.ctypes.data), nbytes=HEADER_BYTES)
+        self.metadata = self.agent.register(regions or [anchor])
         self.lines = _Lines(self.agent)
         self.desk = Desk()
         self.lock = threading.RLock()
@@ -133,6 +143,8 @@ class NixlReceiver(Receiver):
         self._unfenced = False  # a write was asked for on a lane where destroying the agent is no fence
         self._tables = 0
         self._fence: bool | None = None
+        self._kept = False  # closed, while reads were under way
+        self._ended = False  # those have ended since, and nothing else can arrive
 
     def connect(self, record: EndpointRecord) -> NixlLink:
         if record.transport != NixlTransport.name:
@@ -142,6 +154,7 @@ class NixlReceiver(Receiver):
         with self.lock:
             if self._fence is not None:
                 raise Closed(f"receiver {self.name} is closed")
+            self._sweep()
             peer = self._peers.get(record.agent)
             if peer is None:
                 self.agent.add_peer(address.metadata, record.agent)
@@ -161,10 +174,12 @@ class NixlReceiver(Receiver):
     @property
     def settled(self) -> bool:
         with self.lock:
-            if self._fence is not None:
-                return self._fence
-            self.pump()
-            return self._reads_ended() and self.desk.settled
+            if self._fence is None:
+                self.pump()
+                return self._reads_ended() and self.desk.settled
+            if not self._fence and self._kept and self._reads_ended():
+                self._destroy()
+            return self._fence or self._ended
 
     def _reads_ended(self) -> bool:
         self._settle()
@@ -177,14 +192,26 @@ class NixlReceiver(Receiver):
                 reads_ended = self._reads_ended()
                 self._fence = reads_ended and (self.desk.settled or not self._unfenced)
                 for peer in self._peers.values():
-                    self._bid_farewell(peer)
+                    self._tell_end(peer, final=True)
                 if reads_ended:
-                    for moves in [*self._stage_moves, *(moves for _, moves, _ in self._leaving)]:
-                        moves.discard()
-                    self.agent.close()
+                    self._destroy()
                 else:
-                    keep_for_ever(self)  # destroying the agent would not stop what is posted, only hide its end
+                    self._kept = True
+                    keep(self)  # destroying the agent would not stop what is posted, only hide its end
             return self._fence
+
+    def _destroy(self) -> None:
+        """All reads have ended."""
+        self._ended = self.desk.settled or not self._unfenced
+        for moves in [*self._stage_moves, *(moves for _, moves, _ in self._leaving)]:
+            moves.discard()
+        self._stage_moves.clear()
+        self._leaving.clear()
+        for name in self._peers:
+            self.agent.remove_peer(name)  # a connection that just vanishes has wedged sources
+        self.agent.close()
+        self._kept = False
+        let_go(self)
 
     # ---- what links and routes use
 
@@ -245,17 +272,34 @@ class NixlReceiver(Receiver):
         self._leaving = left
 
     def leave(self, peer: _Peer) -> None:
-        """A link is closed."""
+        """A link is closed. The peer stays connected: two agents that part and meet again lose messages of more than one
+        fragment in silence (UCX drops them, at the end that had removed the other)."""
         with self.lock:
-            if self._fence is not None:
-                return
-            peer.links -= 1
-            if not peer.links:
-                self._bid_farewell(peer)
-            self._part(peer)
+            if self._fence is None:
+                peer.links -= 1
+                if not peer.links and not self._tell_end(peer):
+                    self._part(peer)
+
+    def _tell_end(self, peer: _Peer, *, final: bool = False) -> bool:
+        """Whether there was somebody to tell."""
+        try:
+            if peer.introduced or (final and peer.met):
+                self.agent.notify(peer.name, peer.outbox.frame(REQUEST, encode(Bye(final=final))))
+            else:
+                self.agent.notify(peer.name, b"")
+        except PeerLost:
+            peer.lost = True
+        peer.outbox, peer.introduced = Outbox(), False
+        return not peer.lost
+
+    def _sweep(self) -> None:
+        """Remove peers that nobody uses and that have died."""
+        for peer in list(self._peers.values()):
+            if not peer.links and not self._tell_end(peer):
+                self._part(peer)
 
     def _part(self, peer: _Peer) -> None:
-        if not peer.links and not peer.moves and self._peers.pop(peer.name, None) is peer:
+        if peer.lost and not peer.links and not peer.moves and self._peers.pop(peer.name, None) is peer:
             self.agent.remove_peer(peer.name)
 
     def send(self, peer: _Peer, kind: bytes, body: bytes) -> None:
@@ -263,15 +307,9 @@ class NixlReceiver(Receiver):
             frame = peer.outbox.frame
             if not peer.introduced:
                 # Also before a mere message: the source could not tell otherwise whether its sender still lives.
-                peer.introduced = True
+                peer.introduced = peer.met = True
                 self.agent.notify(peer.name, frame(REQUEST, encode(Hello(metadata=self.metadata))))
             self.agent.notify(peer.name, frame(kind, body))
-
-    def _bid_farewell(self, peer: _Peer) -> None:
-        if peer.introduced:
-            with contextlib.suppress(PeerLost):  # then there is nobody to tell
-                self.send(peer, REQUEST, encode(Bye()))
-            peer.outbox, peer.introduced = Outbox(), False
 
 
 class _Lines:
@@ -373,9 +411,7 @@ class NixlLink(Link):
         if reads is None:
             address = self.record.regions[region].header
             reads = (
-                HeaderQuestion(self.asking, address)
-                if self.writes
-                else _HeaderReads(self.receiver, self.peer, address)
+                HeaderQuestion(self.asking, address) if self.writes else _HeaderReads(self.receiver, self.peer, address)
             )
             self._headers[region] = reads
         ended = reads.poll() if reads.busy else reads.post()

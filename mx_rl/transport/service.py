@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mx_rl.arena import CLOSED, HEADER_BYTES, unpack
-from mx_rl.errors import CorruptRecord, InvalidArgument, MxRLError
+from mx_rl.errors import CorruptRecord, InvalidArgument, MxRLError, PeerLost
 from mx_rl.transport.agent import Agent, Moves
 from mx_rl.transport.base import Region, Windows
 from mx_rl.transport.flow import POST_S
@@ -102,7 +102,8 @@ class _Reader:
         self.name = name
         self.inbox = Inbox()
         self.known = False  # its metadata is loaded
-        self.gone = False
+        self.deaf = False  # it has left, or what it sent made no sense: only a new session is listened to
+        self.lost = False  # its agent is gone: removed as soon as every write to it has ended
         self.parts: dict[int, list[bytes]] = {}
         self.routes: dict[int, _Route] = {}
         self.flows: dict[int, _Flow] = {}
@@ -124,6 +125,10 @@ class Service:
 
     @property
     def num_readers(self) -> int:
+        return sum(not reader.deaf for reader in self._readers.values())
+
+    @property
+    def num_peers(self) -> int:
         return len(self._readers)
 
     def take(self, sender: str, frame: bytes) -> list[bytes]:
@@ -134,15 +139,16 @@ class Service:
                 return []
             self._make_room()
             reader = self._readers[sender] = _Reader(sender)
-        if reader.gone and session_of(frame) <= reader.inbox.session:
+        if reader.deaf and session_of(frame) <= reader.inbox.session:
             return []
         reader.heard = time.monotonic()
         messages = []
         try:
             session = reader.inbox.session
             due = reader.inbox.take(frame)
-            if reader.inbox.session != session:
-                self._restart(reader)
+            if reader.inbox.session != session:  # it has connected anew: nothing of before holds
+                self._clear(reader)
+                reader.deaf = False
             for kind, body in due:
                 if kind == USER:
                     messages.append(body)
@@ -150,7 +156,7 @@ class Service:
                     self._request(reader, decode_request(body))
         except MxRLError as exc:
             _log.warning("%s: reader %s is dropped: %s", self._agent.name, sender, exc)
-            self._forget(reader)
+            self._clear(reader, lost=isinstance(exc, PeerLost))
         return messages
 
     def step(self) -> bool:
@@ -171,13 +177,13 @@ class Service:
             for flow in list(reader.flows.values()):
                 moved |= self._advance(reader, flow)
         except MxRLError as exc:
-            _log.info("%s: reader %s is gone: %s", self._agent.name, reader.name, exc)
-            self._forget(reader)
+            _log.info("%s: reader %s is lost: %s", self._agent.name, reader.name, exc)
+            self._clear(reader, lost=True)
         if reader.leaving:
             reader.leaving = [moves for moves in reader.leaving if not moves.settle()]
         if not reader.flows and not reader.leaving:
             del self._active[reader.name]
-            if reader.gone:
+            if reader.lost:
                 self._remove(reader)
         return moved
 
@@ -185,7 +191,7 @@ class Service:
         """Forget everybody; True when every write has ended."""
         deadline = time.monotonic() + timeout
         for reader in self._readers.values():
-            self._forget(reader)
+            self._clear(reader, lost=True)
         while True:
             self.step()
             if not self._readers or time.monotonic() > deadline:
@@ -197,8 +203,9 @@ class Service:
     def _request(self, reader: _Reader, request: Request) -> None:
         match request:
             case Hello():
-                self._agent.add_peer(request.metadata, reader.name)
-                reader.known = True
+                if not reader.known:
+                    self._agent.add_peer(request.metadata, reader.name)
+                    reader.known = True
             case TablePart():
                 self._table_part(reader, request)
             case Want():
@@ -214,7 +221,7 @@ class Service:
             case Drop():
                 self._drop(reader, request.table)
             case Bye():
-                self._forget(reader)
+                self._clear(reader, lost=request.final)
 
     def _table_part(self, reader: _Reader, piece: TablePart) -> None:
         parts = reader.parts.setdefault(piece.table, [])
@@ -346,24 +353,16 @@ class Service:
             if reader.known and not reader.flows:
                 try:
                     self._agent.notify(reader.name, b"")
-                except MxRLError:
-                    self._forget(reader)
+                except PeerLost:
+                    self._clear(reader, lost=True)
             elif not reader.known and time.monotonic() - reader.heard > STRANGER_S:
-                self._forget(reader)
+                self._clear(reader, lost=True)
 
     def _make_room(self) -> None:
         if len(self._readers) >= MAX_READERS:
             oldest = min(self._readers.values(), key=lambda reader: (reader.known, reader.heard))
             _log.warning("%s has %d readers: %s is forgotten", self._agent.name, MAX_READERS, oldest.name)
-            self._forget(oldest)
-
-    def _restart(self, reader: _Reader) -> None:
-        """The reader has connected anew: nothing of before holds."""
-        self._forget(reader)
-        reader.gone = False
-        if reader.known and not reader.leaving:
-            self._agent.remove_peer(reader.name)
-            reader.known = False
+            self._clear(oldest, lost=True)
 
     def _drop(self, reader: _Reader, table: int) -> None:
         route = reader.routes.pop(table, None)
@@ -373,9 +372,11 @@ class Service:
             if not route.moves.close():
                 reader.leaving.append(route.moves)
 
-    def _forget(self, reader: _Reader) -> None:
-        """Its name stays until every write to it has ended: ``_step`` removes it."""
-        reader.gone = True
+    def _clear(self, reader: _Reader, *, lost: bool = False) -> None:
+        """Nothing more is done for this reader. Its agent stays connected while it lives: two agents that part and meet
+        again lose messages of more than one fragment in silence."""
+        reader.deaf = True
+        reader.lost |= lost
         self._active[reader.name] = reader
         reader.parts.clear()
         for table in list(reader.routes):

@@ -74,7 +74,10 @@ class Drop(_Base, frozen=True, kw_only=True):
 
 
 class Bye(_Base, frozen=True, kw_only=True):
-    pass
+    """Forget my routes; ``final``: my agent too, it is about to be destroyed. Over shared memory nothing else tells that, as
+    long as its process lives."""
+
+    final: bool = False
 
 
 Request = Hello | TablePart | Want | Cancel | Ask | Drop | Bye

@@ -42,7 +42,9 @@ def children():
 
 
 def sync_all(readers, at_least, timeout=60.0):
-    return [future.result(timeout) for future in [reader.begin("sync", at_least, timeout=timeout) for reader in readers]]
+    return [
+        future.result(timeout) for future in [reader.begin("sync", at_least, timeout=timeout) for reader in readers]
+    ]
 
 
 @pytest.mark.parametrize("lane", ["shm", "tcp"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -14,6 +16,7 @@ from mx_rl.errors import ActorFailed, CallTimeout, Closed, InvalidArgument, NotR
 from mx_rl.ray import Rollout, TrainerGroup
 from tests.integration.workers import BrokenBuild, CannotBeRebuilt, Fill, GlooFill, TakesArguments
 from tests.support.local_ray import (
+    ROOT,
     eventually,
     living_actors,
     living_placement_groups,
@@ -97,6 +100,8 @@ def test_async_methods_and_references(pair):
     assert pair.call("later", 5) == [5, 6]
     refs = pair.call("later", 7, wait=False)
     assert ray.get(refs, timeout=20) == [7, 8]
+    assert pair.call("train", ray.put(3.5)) == [3.5, 3.5], "references are resolved as in any call of Ray's"
+    assert pair.call("named", method="a", rank=1) == [("a", 1), ("a", 1)]
 
 
 def test_a_call_that_takes_too_long_names_the_ranks(pair):
@@ -118,9 +123,15 @@ def test_status_answers_while_the_ranks_work(pair):
     ray.get(refs, timeout=20)
 
 
-def test_arguments_go_to_init_or_become_attributes():
+def test_arguments_go_to_init_and_a_rank_killed_from_outside_is_noticed_by_the_next_call():
     with TrainerGroup(TakesArguments, policy="args", kwargs={"start": 4.0, "note": "hello"}) as group:
         assert group.call("told") == [(4.0, "hello rank 0")]
+        os.kill(group.call("where")[0]["pid"], signal.SIGKILL)
+        with pytest.raises(ActorFailed):
+            group.publish()
+
+
+def test_arguments_that_fit_nowhere_are_refused():
     for user_class, kwargs in (
         (TakesArguments, {"begin": 4.0}),
         (Fill, {"rank": 3}),
@@ -133,7 +144,8 @@ def test_arguments_go_to_init_or_become_attributes():
 
 
 def test_a_killed_rank_fails_the_call_and_restart_makes_a_new_world():
-    with TrainerGroup(Fill, policy="restarts", world_size=2, kwargs={"start": 1.5}) as group:
+    # Ranks that ask for nothing still get a place each.
+    with TrainerGroup(Fill, policy="restarts", world_size=2, num_cpus=0, kwargs={"start": 1.5}) as group:
         before = group.publish(step=1)
         old_world, pids = group.world, [row["pid"] for row in group.call("where")]
         begun = time.monotonic()
@@ -156,13 +168,6 @@ def test_a_killed_rank_fails_the_call_and_restart_makes_a_new_world():
         assert group.publish(step=2).number > before.number
         assert process_gone(pids[0])
     eventually(lambda: "restarts" not in str(living_placement_groups()), what="placement groups gone")
-
-
-def test_a_rank_killed_from_outside_is_noticed_by_the_next_call():
-    with TrainerGroup(Fill, policy="outside") as group:
-        os.kill(group.call("where")[0]["pid"], signal.SIGKILL)
-        with pytest.raises(ActorFailed):
-            group.publish()
 
 
 @pytest.mark.parametrize("how", ["raise", "die"])
@@ -202,19 +207,13 @@ def test_wrong_requests_are_refused():
 
 
 def test_a_users_placement_group_is_used_and_kept():
-    mine = placement_group([{"CPU": 1}, {"CPU": 1}], name="mine")
-    ray.get(mine.ready(), timeout=20)
-    with TrainerGroup(Fill, policy="placed", world_size=2, placement=mine) as group:
-        assert group.call("train", 1.0) == [1.0, 1.0]
+    mine = placement_group([{"CPU": 1}], name="mine")
+    with TrainerGroup(Fill, policy="placed", placement=mine) as group:
+        assert group.call("train", 1.0) == [1.0]
         with pytest.raises(StartTimeout):
             TrainerGroup(Fill, policy="placed", world_size=1, placement=mine, timeout=1.0)
     assert living_placement_groups().count("mine") == 1
     remove_placement_group(mine)
-
-
-def test_ranks_that_ask_for_nothing_still_start():
-    with TrainerGroup(Fill, policy="light", num_cpus=0) as group:
-        assert group.call("train", 2.0) == [2.0]
 
 
 def test_a_group_works_inside_an_actor():
@@ -261,6 +260,35 @@ def test_actors_of_the_users_own_publish_as_a_world():
         ray.kill(actor)
 
 
+SCRIPT = """
+import sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+from mx_rl.ray import RolloutFleet, TrainerGroup
+from tests.integration.workers import Echo, Fill
+fleet = RolloutFleet(Echo, policy="script", num_cpus=0)
+if sys.argv[2] == "exit":
+    group = TrainerGroup(Fill, policy="script", num_cpus=0)
+    fleet.sync(at_least=group.publish())
+else:
+    ray.shutdown()
+    fleet.close()
+    assert not ray.is_initialized()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("how", ["exit", "shutdown"])
+def test_a_script_that_forgets_to_close_ends_and_leaves_nothing(how):
+    actors = len(living_actors())
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-c", SCRIPT, address, how]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["done"]
+    assert "Traceback" not in ended.stderr
+    eventually(lambda: len(living_actors()) == actors, what="the script's actors gone")
+
+
 def test_close_is_idempotent_final_and_leaves_nothing(pair):
     pair.close()
     pair.close()
@@ -269,6 +297,6 @@ def test_close_is_idempotent_final_and_leaves_nothing(pair):
     with pytest.raises(Closed):
         pair.restart()
     assert pair.status()["state"] == "closed"
-    eventually(nothing_left, what="all actors, placement groups and CPUs free")
+    nothing_left()
     stored = ray.available_resources()["object_store_memory"] / ray.cluster_resources()["object_store_memory"]
     assert stored == 1.0

@@ -72,6 +72,9 @@ class Fill(Trainer):
             time.sleep(seconds)
         return self.rank
 
+    def named(self, method: str, rank: int) -> tuple[str, int]:
+        return method, rank
+
     async def later(self, value: int) -> int:
         import asyncio
 
@@ -166,6 +169,13 @@ class GlooEcho(Echo):
 
         dist.init_process_group("gloo")
         return super().build()
+
+    def meet(self, seconds: float) -> tuple[list[float], list[float]]:
+        """The weights before and after a meeting of the ranks, which they leave at different times."""
+        before = self.weight.unique().tolist()
+        self.sum_of_ranks()
+        time.sleep(seconds * self.rank)
+        return before, self.weight.unique().tolist()
 
     def sum_of_ranks(self) -> float:
         import torch

@@ -62,10 +62,24 @@ def living_placement_groups() -> list[str]:
     return [row["name"] for row in placement_group_table().values() if row["state"] != "REMOVED"]
 
 
-def nothing_left() -> bool:
-    """No actor and no placement group of ours, and every CPU free."""
-    free, all_cpus = ray.available_resources().get("CPU", 0), ray.cluster_resources()["CPU"]
-    return not living_actors() and not living_placement_groups() and free == all_cpus
+def left_behind() -> dict[str, Any]:
+    """Actors and placement groups of ours that live, and resources that are not free: empty when all is given back."""
+    free = ray.available_resources()
+    taken = {
+        name: amount - free.get(name, 0.0)
+        for name, amount in ray.cluster_resources().items()
+        if not name.startswith("node:") and amount != free.get(name, 0.0)  # the registry's actor sits on the head node
+    }
+    found = {"actors": living_actors(), "groups": living_placement_groups(), "taken": taken}
+    return {name: value for name, value in found.items() if value}
+
+
+def nothing_left() -> None:
+    """Wait until all is given back."""
+    end = time.monotonic() + 30
+    while left := left_behind():
+        assert time.monotonic() < end, f"left behind: {left}"
+        time.sleep(0.05)
 
 
 def process_gone(pid: int) -> bool:

@@ -365,6 +365,38 @@ def test_ranks_of_a_replica_switch_together_with_fused_and_column_shards(registr
         sub.close()
 
 
+def test_a_replica_that_has_just_met_reads_its_first_version_once(registry):
+    source = {"w": torch.ones(8)}
+    subs = [subscriber(registry, zeros(source), replica="tp", rank=r, world_size=2) for r in (0, 1)]
+    with publisher(registry, source) as pub:
+        pub.wait(pub.publish(), replicas=0)
+        for kind in ("full", "none", "none"):
+            assert [r.kind for r in together(*[lambda sub=sub: sub.sync(timeout=10) for sub in subs])] == [kind] * 2
+            assert all(sub.ready for sub in subs)
+    for sub in subs:
+        sub.close()
+
+
+def test_ranks_that_run_different_versions_are_healed_by_a_full_round(registry):
+    source = {"w": torch.ones(8)}
+    targets = [zeros(source) for _ in (0, 1)]
+    subs = [subscriber(registry, targets[r], replica="tp", rank=r, world_size=2) for r in (0, 1)]
+    with publisher(registry, source) as pub:
+        version = pub.publish()
+        pub.wait(version, replicas=0)
+        together(*[lambda sub=sub: sub.sync(timeout=10) for sub in subs])
+        subs[1]._record = None  # as if it had missed the install
+        targets[1]["w"].fill_(-1)
+        outcomes = together(*[lambda sub=sub: sub.sync(timeout=10) for sub in subs])
+        assert outcomes[0].kind == "none"
+        assert isinstance(outcomes[1], IncompleteVersion)
+        reports = together(*[lambda sub=sub: sub.sync(timeout=10) for sub in subs])
+        assert [report.kind for report in reports] == ["full", "full"]
+        assert targets[1]["w"].eq(1).all()
+    for sub in subs:
+        sub.close()
+
+
 def test_a_rank_that_does_not_call_leaves_the_old_version_on_all(registry):
     source = {"w": torch.ones(8)}
     targets = [{"w": torch.zeros(8)} for _ in (0, 1)]

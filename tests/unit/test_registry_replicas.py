@@ -128,13 +128,16 @@ def test_what_is_installed_is_not_offered_again_unless_forced() -> None:
 
 
 def test_nothing_below_the_installed_version_is_offered() -> None:
-    lab = published("r", versions=2)
-    assert isinstance(lab.resolve("r", installed=(9, 9, 5)), (Nothing, Target))
-    offered = lab.resolve("r", installed=(9, 9, 99), force=True)
-    assert not isinstance(offered, Target) or offered.record.number >= 99
-    refusal = lab.resolve("r", installed=(9, 9, 99), exactly=2)
+    lab = published("peer", "r")
+    lab.install("peer")
+    lab.ask(Dead(policy=POLICY, agents=("a0",)))
+    assert isinstance(lab.resolve("r"), Target)
+    nothing = lab.resolve("r", installed=(9, 9, 99))
+    assert isinstance(nothing, Nothing), "a member never goes down"
+    assert nothing.latest == 99
+    refusal = lab.resolve("r", installed=(9, 9, 99), exactly=1)
     assert error(refusal) == "StaleVersion"
-    assert refusal.fields == {"installed": 99, "offered": 2}
+    assert refusal.fields == {"installed": 99, "offered": 1}
 
 
 def test_the_same_number_of_another_run_is_a_conflict_and_offered() -> None:

@@ -260,3 +260,29 @@ def test_a_registry_that_may_have_forgotten_waits_before_it_opens_or_gives_up() 
     assert isinstance(refusal, Refused)
     assert refusal.error == "VersionGone"
     assert lab.claim("a0").base == 57
+
+
+def test_a_dead_runs_version_is_not_offered_even_while_the_living_publisher_cannot_be_reached() -> None:
+    lab = StateLab()
+    lab.launch("b0")
+    lab.publish("b0")
+    lab.join("fleet")
+    mine = lab.install("fleet")
+    lab.ask(Dead(policy=POLICY, agents=("b0",)))
+    lab.join("cut off")
+    lab.ack("cut off", record(57, epoch=5), held=(source("cut off"),))
+    assert lab.view()["floor"] == 57
+    nothing = lab.resolve("fleet", installed=mine.identity)
+    assert isinstance(nothing, Nothing), "57 of the dead run would roll the fleet back"
+    lab.pass_time(2, "b0", "fleet", step=1.0)
+    assert lab.resolve("fleet", installed=mine.identity).record.number == 58
+
+
+def test_a_number_given_above_a_told_floor_and_aborted_is_burnt() -> None:
+    lab = StateLab()
+    lab.launch("a0", "a1")
+    lab.join("r")
+    lab.resolve("r", installed=(5, 1, 57))
+    assert lab.commit("a0", 0).number == 58
+    assert lab.commit("a1", 1, error="oom").state == "aborted"
+    assert lab.commit("a0", 0, k=2).number == 59

@@ -130,6 +130,8 @@ def test_an_epoch_never_opens_over_a_claimer_that_died() -> None:
     lab.pass_time(40, "a0")
     assert lab.claim("b1", 1, 2, world="v").missing == (0,), "b0 has been silent for longer than its lease"
     assert not error(lab.commit("a0"))
+    lab.ask(Dead(policy=POLICY, agents=("b1",)))
+    assert lab.claim("b0", 0, 2, world="v").missing == (1,), "nor over one that is reported dead"
 
 
 def test_epoch_numbers_grow_even_if_the_clock_does_not() -> None:

@@ -72,7 +72,7 @@ def test_a_rank_that_failed_to_install_or_never_answered_breaks_the_round():
 def test_a_newcomer_is_noted_in_any_round():
     leader = Leader(2)
     leader.receive(Hello(round=0, rank=1, agent="a"))
-    assert leader.newcomers == {1}
+    assert leader.greeted[1].agent == "a"
 
 
 def test_a_follower_takes_each_round_once_and_skips_those_called_off():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mx_rl.errors import InvalidArgument, NameCollision, ShapeMismatch, TensorUnavailable
@@ -202,6 +202,7 @@ def test_tensors_without_elements_need_no_memory(empty):
     assert resolve({"e": empty})["e"][0].box == tuple(empty.shape)
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(alphabet="a01.9é٣", max_size=6), max_size=8))
 def test_natural_order_is_total_and_independent_of_insertion(names):
     ordered = sorted(set(names), key=natural_key)

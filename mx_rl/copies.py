@@ -1,0 +1,95 @@
+"""Copies between live tensors and slots or stages: plain memory moves where nothing is cast or strided."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+_CHUNK_BYTES = 4 << 20
+_PARALLEL_BYTES = 64 << 20
+_MAX_THREADS = 8
+
+_pool_lock = threading.Lock()
+_pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
+
+Move = tuple[int, int, int]
+"""(target address, source address, bytes)."""
+
+
+def is_plain(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Both sides are contiguous host memory of one dtype: a memory move is the copy, bit for bit."""
+    return (
+        target.dtype == source.dtype
+        and target.device.type == source.device.type == "cpu"
+        and target.is_contiguous()
+        and source.is_contiguous()
+        and not source.is_conj()
+        and not source.is_neg()
+    )
+
+
+@torch.no_grad()
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``target.copy_(source)``, also for inference tensors. torch's own parallel copy ends at a barrier a tensor, which
+    costs a busy host ten times the copy: plain moves do without."""
+    if is_plain(target, source):
+        move([(target.data_ptr(), source.data_ptr(), target.numel() * target.element_size())])
+    elif target.is_inference():
+        with torch.inference_mode():
+            target.copy_(source)
+    else:
+        target.copy_(source)
+
+
+def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy (target, source) pairs; what is plain is moved by up to ``torch.get_num_threads()`` threads."""
+    moves: list[Move] = []
+    for target, source in pairs:
+        if is_plain(target, source):
+            moves.append((target.data_ptr(), source.data_ptr(), target.numel() * target.element_size()))
+        else:
+            copy(target, source)
+    move(moves)
+
+
+def move(moves: Sequence[Move]) -> None:
+    total = sum(nbytes for _, _, nbytes in moves)
+    threads = min(torch.get_num_threads(), _MAX_THREADS) if total >= _PARALLEL_BYTES else 1
+    if threads <= 1:
+        _run(moves)
+        return
+    shares: list[list[Move]] = [[]]
+    room = -(-total // threads)
+    for target, source, nbytes in moves:
+        done = 0
+        while done < nbytes:
+            part = min(nbytes - done, room, _CHUNK_BYTES)
+            shares[-1].append((target + done, source + done, part))
+            done, room = done + part, room - part
+            if room == 0:
+                shares.append([])
+                room = -(-total // threads)
+    pool = _pool(threads)
+    others = [pool.submit(_run, share) for share in shares[1:] if share]
+    _run(shares[0])
+    for other in others:
+        other.result()
+
+
+def _run(moves: Iterable[Move]) -> None:
+    for target, source, nbytes in moves:
+        ctypes.memmove(target, source, nbytes)  # gives the interpreter up while it copies
+
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    with _pool_lock:
+        key = (os.getpid(), threads)  # a forked child has none of its parent's threads
+        pool = _pools.get(key)
+        if pool is None:
+            pool = _pools[key] = ThreadPoolExecutor(threads - 1, thread_name_prefix="mx-rl-copy")
+        return pool

@@ -1,0 +1,94 @@
+"""A rollout rank's seat in its replica: joined, met with the other ranks, told again when the registry forgot."""
+
+from __future__ import annotations
+
+import time
+
+from mx_rl.claim import name_ranks
+from mx_rl.endpoint import Member, seat_key
+from mx_rl.errors import IncompleteVersion, SeatTaken
+from mx_rl.layout import RankLayout
+from mx_rl.ranks import Ranks
+from mx_rl.records import Join, ReplicaSeats, encode
+from mx_rl.staging import Staging
+
+_POLL_S = 10.0
+
+
+class Membership:
+    """``named``: the replica has a name of its own, rather than that of rank 0's incarnation, with which it leaves."""
+
+    def __init__(self, member: Member, staging: Staging, ranks: Ranks, replica: str, *, named: bool) -> None:
+        self.replica = replica
+        self._named = named
+        self._member = member
+        self._staging = staging
+        self._ranks = ranks
+        self._seats: ReplicaSeats | None = None
+        self.join()
+
+    @property
+    def seats(self) -> ReplicaSeats | None:
+        """Of all ranks; None where there is only this one."""
+        return self._seats if self._ranks.ranks > 1 else None
+
+    def join(self, *, wait: float = 0.0) -> ReplicaSeats:
+        """Take the seat, and hear who has the others. Raises SeatTaken where the seat's holder answers."""
+        self._announce()
+        command = Join(
+            policy=self._member.policy,
+            replica=self.replica,
+            rank=self._ranks.rank,
+            ranks=self._ranks.ranks,
+            incarnation=self._member.incarnation,
+            layout=self._staging.layout.hash,
+            endpoint=self._ranks.agent,
+            named=self._named,
+            wait=wait,
+        )
+        try:
+            self._seats = self._member.ask(command, ReplicaSeats)
+        except SeatTaken as exc:
+            if not self._member.report_if_dead(exc.fields.get("holder", "")):
+                raise
+            self._seats = self._member.ask(command, ReplicaSeats)
+        return self._seats
+
+    def reassert(self) -> None:
+        self.join()
+        self._staging.reassert()
+
+    def follow(self, layout: RankLayout) -> None:
+        """The tensors lie otherwise than before: declare them anew."""
+        if layout.hash != self._staging.layout.hash:
+            self._staging.layout = layout
+            self.join()
+
+    def meet(self, deadline: float) -> bool:
+        """All ranks have joined, and those who must talk are connected. True where another process took a rank's seat
+        since the last call, or a rank is amiss. Raises IncompleteVersion with who has not joined."""
+        ranks = self._ranks
+        if ranks.ranks == 1:
+            return False
+        renewed = ranks.newcomers()
+        while self._seats is None or not self._seats.open or not ranks.connected:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                missing = [rank for rank, agent in enumerate(self._seats.agents if self._seats else ()) if not agent]
+                raise IncompleteVersion(
+                    f"replica {self.replica!r}: rank(s) {name_ranks(missing)} of {ranks.ranks} have not joined",
+                    version=None,
+                    missing=missing,
+                )
+            seats = self.join(wait=min(left, _POLL_S))
+            if seats.open:
+                ranks.connect(seats, self._member)
+        return renewed
+
+    def _announce(self) -> None:
+        self._staging.announce()
+        talks = self._ranks.record
+        if talks is not None:
+            self._member.put(talks.agent, encode(talks))
+            if self._staging.landing.served is None:
+                self._member.put(seat_key(self._member.incarnation), encode(talks))
