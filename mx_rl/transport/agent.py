@@ -188,7 +188,7 @@ def _calm_agent(api: Any, name: str) -> Any:
     bind = api.nixlBind
     delay = bind.nixlAgentConfig.pthrDelay
 
-    class CalmConfig(bind.nixlAgentConfig):  # type: ignore[misc]
+    class CalmConfig(bind.nixlAgentConfig):  # type: ignore[misc, name-defined]
         @property
         def pthrDelay(self) -> int:
             return PROGRESS_US

@@ -25,7 +25,6 @@ from tests.support.local_ray import (
     process_gone,
 )
 
-
 pytestmark = pytest.mark.timeout(300)  # a busy machine is no failure
 
 
