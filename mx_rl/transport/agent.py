@@ -1,4 +1,4 @@
-"""One NIXL agent with its UCX backend, and moves prepared on it: the only file that touches NIXL, and its error border."""
+"""One NIXL agent with its UCX backend, and moves prepared on it: the only file that touches NIXL; its error border."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def memory_of(device: str) -> tuple[str, int]:
         return "DRAM", 0
     if kind == "cuda":
         return "VRAM", int(number or 0)
-    raise InvalidArgument(f"device {device!r}: NIXL moves \"cpu\" and \"cuda\" memory")
+    raise InvalidArgument(f'device {device!r}: NIXL moves "cpu" and "cuda" memory')
 
 
 def load_nixl() -> tuple[Any, str]:
@@ -56,7 +56,7 @@ def load_nixl() -> tuple[Any, str]:
 class Agent:
     """A NIXL agent that serves or receives. Thread-safe: NIXL's own lock is on.
 
-    Calls that concern a peer raise PeerLost, others InvalidArgument; CorruptRecord where a peer's metadata is no such thing.
+    Calls that concern a peer raise PeerLost, others InvalidArgument.
     """
 
     def __init__(self, name: str, options: Options) -> None:
@@ -114,10 +114,13 @@ class Agent:
     # ---- peers
 
     def add_peer(self, metadata: Sequence[bytes], expected: str) -> None:
-        """Raises CorruptRecord where the metadata cannot be read or is another agent's."""
+        """Raises CorruptRecord where the metadata cannot be read or is another agent's, PeerLost where nobody answers."""
         for blob in metadata:
             try:
                 found = self._open.add_remote_agent(blob)
+            except self._api.nixlBind.nixlBackendError as exc:
+                self.remove_peer(expected)  # the next attempt begins afresh
+                raise PeerLost(f"{expected} cannot be reached: {exc}", peer=expected) from exc
             except self._errors as exc:
                 raise CorruptRecord(f"{len(blob)} bytes are no NIXL metadata of {expected}: {exc}") from exc
             name = found.decode() if isinstance(found, bytes) else str(found)
@@ -179,21 +182,21 @@ class Agent:
 
 
 def _calm_agent(api: Any, name: str) -> Any:
-    """NIXL's Python face fixes its progress thread's delay at 0, which burns a core per agent: see that it stays at 10 ms."""
+    """NIXL's Python face fixes its progress thread's delay at 0, which burns a core per agent: keep it at 10 ms."""
     bind = api.nixlBind
     delay = bind.nixlAgentConfig.pthrDelay
 
-    class CalmConfig(bind.nixlAgentConfig):  # type: ignore[misc]
+    class CalmConfig(bind.nixlAgentConfig):  # type: ignore[misc,name-defined]
         @property
-        def pthrDelay(self) -> int:  # noqa: N802
+        def pthrDelay(self) -> int:
             return PROGRESS_US
 
         @pthrDelay.setter
-        def pthrDelay(self, _: int) -> None:  # noqa: N802
+        def pthrDelay(self, _: int) -> None:
             delay.__set__(self, PROGRESS_US)
 
     class CalmBindings:
-        nixlAgentConfig = CalmConfig  # noqa: N815
+        nixlAgentConfig = CalmConfig
 
         def __getattr__(self, key: str) -> Any:
             return getattr(bind, key)
@@ -247,6 +250,8 @@ class Moves:
                 raise
 
     def post(self, group: int) -> bool:
+        if self._closing:
+            raise Closed(f"the moves from or to {self.peer} are closed")
         begin, end = int(self._starts[group]), int(self._starts[group + 1])
         if begin == end:
             return True
@@ -293,6 +298,7 @@ class Moves:
 
     def discard(self) -> None:
         """Before the agent is destroyed: release what can be, and let go of what cannot."""
+        self._closing = True
         for group in self.busy:
             self._handles.pop(group)._released = True  # NIXL frees it with the agent
         self.busy.clear()

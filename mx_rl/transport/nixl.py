@@ -28,7 +28,7 @@ from mx_rl.transport.wire import REQUEST, USER, Bye, Drop, Hello, Outbox, Reques
 _MAX_ADDRESS_BYTES = 1 << 20
 _INBOX_BYTES = 256 << 20
 _CLOSE_S = 1.0
-"""How long a server that closes waits for writes to living readers."""
+"""How long a server that closes waits for writes under way."""
 
 
 class _Address(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,8 +106,7 @@ class NixlServer(Server):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            if not self._service.close(timeout=_CLOSE_S):
-                keep_for_ever(self._service)  # writes to a stopped reader: their handles must outlive the process's use
+            self._service.close(timeout=_CLOSE_S)
             self._agent.close()
 
 
@@ -135,7 +134,7 @@ class NixlReceiver(Receiver):
         self.desk = Desk()
         self.lock = threading.RLock()
         self._peers: dict[str, _Peer] = {}
-        self._stage_moves: set[Moves] = set()  # of all routes that are open, and of closed ones that have not ended
+        self._moves: dict[Moves, bool] = {}  # all that are not released; whether they move into the stage
         self._leaving: list[tuple[_Peer, Moves, int | None]] = []  # closed and not ended, with the header line they use
         self._unfenced = False  # a write was asked for on a lane where destroying the agent is no fence
         self._tables = 0
@@ -176,7 +175,7 @@ class NixlReceiver(Receiver):
 
     def _reads_ended(self) -> bool:
         self._settle()
-        busy = [moves for moves in self._stage_moves if not moves.settle()]
+        busy = [moves for moves, into_stage in self._moves.items() if into_stage and not moves.settle()]
         return not busy
 
     def close(self) -> bool:
@@ -187,7 +186,7 @@ class NixlReceiver(Receiver):
                 for peer in self._peers.values():
                     self._tell_end(peer, final=True)
                 if reads_ended:
-                    for moves in [*self._stage_moves, *(moves for _, moves, _ in self._leaving)]:
+                    for moves in self._moves:  # one handle that is left would keep the agent, and its sockets, alive
                         moves.discard()
                     for name in self._peers:
                         self.agent.remove_peer(name)  # a connection that just vanishes has wedged sources
@@ -229,8 +228,7 @@ class NixlReceiver(Receiver):
                 their_device=their_device,
             )
             peer.moves += 1
-            if into_stage:
-                self._stage_moves.add(made)
+            self._moves[made] = into_stage
             return made
 
     def retire(self, peer: _Peer, moves: Moves, *, line: int | None = None) -> None:
@@ -246,7 +244,7 @@ class NixlReceiver(Receiver):
         for peer, moves, line in self._leaving:
             if moves.settle():
                 peer.moves -= 1
-                self._stage_moves.discard(moves)
+                self._moves.pop(moves, None)
                 if line is not None:
                     self.lines.give(line)
                 self._part(peer)
@@ -394,9 +392,7 @@ class NixlLink(Link):
         if reads is None:
             address = self.record.regions[region].header
             reads = (
-                HeaderQuestion(self.asking, address)
-                if self.writes
-                else _HeaderReads(self.receiver, self.peer, address)
+                HeaderQuestion(self.asking, address) if self.writes else _HeaderReads(self.receiver, self.peer, address)
             )
             self._headers[region] = reads
         ended = reads.poll() if reads.busy else reads.post()

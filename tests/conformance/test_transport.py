@@ -328,7 +328,15 @@ def test_messages_arrive_whole_and_in_order(pair: Pair) -> None:
 def test_runs_outside_the_block_or_the_stage_are_refused(pair: Pair) -> None:
     source, reader = pair
     reader.connect(source.get_record())
-    for row in [(0, 1, 4 * MIB), (0, -1, 10), (0, 4 * MIB, 1), (0, 0, 0), (0, 0, -5), (1 << 40, 0, 10), (0, 0, (1 << 63) - 1)]:
+    for row in [
+        (0, 1, 4 * MIB),
+        (0, -1, 10),
+        (0, 4 * MIB, 1),
+        (0, 0, 0),
+        (0, 0, -5),
+        (1 << 40, 0, 10),
+        (0, 0, (1 << 63) - 1),
+    ]:
         with pytest.raises(InvalidArgument):
             reader.route([row], starts=[0, 1], needs=[1])
     for starts in ([0, 2], [1, 1], [0, 1, 0, 1]):
