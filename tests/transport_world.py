@@ -267,7 +267,7 @@ class Reader:
         stage: int = 0,
         region: int = 0,
     ) -> None:
-        """``rows`` are offsets into stage and block; by default a row a window, which needs the windows up to its own."""
+        """``rows`` are offsets into stage and block; by default a row a window, which needs those up to its own."""
         record, link = self.links[key]
         runs = np.array(rows, dtype=np.int64).reshape(-1, 3)
         runs[:, 0] += self.blocks.records[stage].address

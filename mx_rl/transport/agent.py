@@ -1,4 +1,4 @@
-"""One NIXL agent with its UCX backend, and moves prepared on it: the only file that touches NIXL, and its error border."""
+"""One NIXL agent with its UCX backend, and moves prepared on it: the only file that touches NIXL; its error border."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def load_nixl() -> tuple[Any, str]:
 class Agent:
     """A NIXL agent that serves or receives. Thread-safe: NIXL's own lock is on.
 
-    Calls that concern a peer raise PeerLost, others InvalidArgument; CorruptRecord where a peer's metadata is no such thing.
+    Calls that concern a peer raise PeerLost, others InvalidArgument.
     """
 
     def __init__(self, name: str, options: Options) -> None:
@@ -119,10 +119,13 @@ class Agent:
     # ---- peers
 
     def add_peer(self, metadata: Sequence[bytes], expected: str) -> None:
-        """Raises CorruptRecord where the metadata cannot be read or is another agent's."""
+        """Raises CorruptRecord where the metadata cannot be read or is another agent's, PeerLost where nobody answers."""
         for blob in metadata:
             try:
                 found = self._open.add_remote_agent(blob)
+            except self._api.nixlBind.nixlBackendError as exc:
+                self.remove_peer(expected)  # the next attempt begins afresh
+                raise PeerLost(f"{expected} cannot be reached: {exc}", peer=expected) from exc
             except self._errors as exc:
                 raise CorruptRecord(f"{len(blob)} bytes are no NIXL metadata of {expected}: {exc}") from exc
             name = found.decode() if isinstance(found, bytes) else str(found)
@@ -184,11 +187,11 @@ class Agent:
 
 
 def _calm_agent(api: Any, name: str) -> Any:
-    """NIXL's Python face fixes its progress thread's delay at 0, which burns a core per agent: see that it stays at 10 ms."""
+    """NIXL's Python face fixes its progress thread's delay at 0, which burns a core per agent: keep it at 10 ms."""
     bind = api.nixlBind
     delay = bind.nixlAgentConfig.pthrDelay
 
-    class CalmConfig(bind.nixlAgentConfig):  # type: ignore[misc, name-defined]
+    class CalmConfig(bind.nixlAgentConfig):  # type: ignore[misc,name-defined]
         @property
         def pthrDelay(self) -> int:
             return PROGRESS_US
@@ -252,6 +255,8 @@ class Moves:
                 raise
 
     def post(self, group: int) -> bool:
+        if self._closing:
+            raise Closed(f"the moves from or to {self.peer} are closed")
         begin, end = int(self._starts[group]), int(self._starts[group + 1])
         if begin == end:
             return True
@@ -298,6 +303,7 @@ class Moves:
 
     def discard(self) -> None:
         """Before the agent is destroyed: release what can be, and let go of what cannot."""
+        self._closing = True
         for group in self.busy:
             self._handles.pop(group)._released = True  # NIXL frees it with the agent
         self.busy.clear()

@@ -51,7 +51,7 @@ class Reads(ABC):
     def abandon(self, posted: Sequence[int]) -> bool:
         """Keep these windows' reads until they end, and with them the receiver unsettled. True when all have ended.
 
-        Called once, at the end of the flow; forgets a posted header read too, whose target is not the stage. Never raises.
+        Called once, at the end of the flow; a posted header read is forgotten: its target is not the stage. Never raises.
         """
 
 
@@ -59,8 +59,8 @@ def check_header(words: tuple[int, int], *, nonce: int, peer: str) -> tuple[int,
     """(generation, confirmed windows) of a header. Raises StaleIncarnation for a foreign nonce or a closed header."""
     if words[0] != nonce:
         raise StaleIncarnation(
-            f"the memory of {peer} belongs to another start of that process (nonce {words[0]:#x}, expected {nonce:#x}): "
-            "ask the registry for its new record",
+            f"the memory of {peer} belongs to another start of that process (nonce {words[0]:#x}, expected "
+            f"{nonce:#x}): ask the registry for its new record",
             peer=peer,
         )
     if words[1] == CLOSED:

@@ -17,17 +17,16 @@ from mx_rl.transport.place import here, rdma_devices, same_host, same_processes
 
 _SHARED = frozenset({"all", "shm", "sm", "mm", "cma"})
 _RDMA = frozenset(
-    {"all", "ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "dc_mlx5", "ud", "ud_v", "ud_x", "ud_verbs",
-     "ud_mlx5", "gdaki", "rc_gda", "srd"}
-)  # fmt: skip
+    ["all", "ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "rc_gda", "dc", "dc_x", "dc_mlx5", "ud", "ud_v", "ud_x", "ud_verbs", "ud_mlx5", "gdaki", "srd"]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
     """``name``: "shm", "rdma" or "tcp". ``writes``: the source writes on request, because a READ is emulated there.
 
-    ``fenced``: destroying the receiving agent ends every requested write into its memory. It does where the receiver's own
-    threads store the bytes, not where the source's kernel does (shared memory).
+    ``fenced``: destroying the receiving agent ends every requested write into its memory. It does where the receiver's
+    own threads store the bytes, not where the source's kernel does (shared memory).
     """
 
     name: str
@@ -36,7 +35,7 @@ class Lane:
 
 
 def choose_lane(record: EndpointRecord, options: Options, *, peer_rdma: bool) -> Lane:
-    """Raises PeerLost where the process is seen to be gone, InvalidArgument where ``require_rdma`` forbids what is left."""
+    """Raises PeerLost where the process is seen to be gone, InvalidArgument where ``require_rdma`` forbids the lane."""
     place = here()
     name, emulated = "tcp", True
     if same_processes(record.place, place) and allows(_SHARED):
@@ -48,8 +47,9 @@ def choose_lane(record: EndpointRecord, options: Options, *, peer_rdma: bool) ->
         name, emulated = "rdma", False
     if options.require_rdma and name == "tcp" and not same_host(record.place, place):
         raise InvalidArgument(
-            f"{record.agent} on {record.place.host} is reached by TCP only and Options.require_rdma is set: RDMA devices "
-            f"here {list(rdma_devices()) or 'none'}, there {'some' if peer_rdma else 'none'}, UCX_TLS={ucx_tls()!r}"
+            f"{record.agent} on {record.place.host} is reached by TCP only and Options.require_rdma is set: RDMA "
+            f"devices here {list(rdma_devices()) or 'none'}, there {'some' if peer_rdma else 'none'}, "
+            f"UCX_TLS={ucx_tls()!r}"
         )
     writes = emulated if options.lane == "auto" else options.lane == "write"
     return Lane(name=name, writes=writes, fenced=name == "tcp")
@@ -80,10 +80,8 @@ def _can_copy(record: EndpointRecord) -> bool:
     libc = _libc()
     if libc is None:
         return False
-    one = ctypes.c_ulong(1)
-    done = libc.process_vm_readv(
-        record.place.pid, ctypes.byref(mine), one, ctypes.byref(theirs), one, ctypes.c_ulong(0)
-    )
+    one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
+    done = libc.process_vm_readv(record.place.pid, ctypes.byref(mine), one, ctypes.byref(theirs), one, none)
     if done == ctypes.sizeof(words):
         check_header((int(words[0]), int(words[1])), nonce=record.nonce, peer=record.agent)
         return True
@@ -108,9 +106,9 @@ def _libc() -> ctypes.CDLL | None:
 @functools.cache
 def _warn_forbidden(host: str) -> None:
     warnings.warn(
-        f"processes on {host} may not copy each other's memory (process_vm_readv is forbidden): weights go over sockets, "
-        "several times slower. Run the processes as one user in one container, with CAP_SYS_PTRACE or a seccomp profile "
-        "that allows process_vm_readv, and kernel.yama.ptrace_scope=0",
+        f"processes on {host} may not copy each other's memory (process_vm_readv is forbidden): weights go over "
+        "sockets, several times slower. Run the processes as one user in one container, with CAP_SYS_PTRACE or a seccomp "
+        "profile that allows process_vm_readv, and kernel.yama.ptrace_scope=0",
         RuntimeWarning,
         stacklevel=4,
     )

@@ -1,6 +1,6 @@
 """A data plane inside one process, with real copies and faults on demand: for trying things out, and for tests.
 
-``MemoryNetwork`` is the wire between all MemoryTransports of a process; its methods make a peer die, stall or slow down.
+``MemoryNetwork`` is the wire between all MemoryTransports of a process; its methods make a peer die, stall or be slow.
 """
 
 from __future__ import annotations
@@ -238,7 +238,8 @@ class MemoryReceiver(Receiver):
             raise CorruptRecord(f"{record.agent} is reached by {record.transport!r}, this process uses 'memory'")
         if record.address != str(os.getpid()).encode():
             raise PeerLost(
-                f"{record.agent} lives in another process, which the memory transport cannot reach: install nixl on both sides",
+                f"{record.agent} lives in another process, which the memory transport cannot reach: install nixl on "
+                "both sides",
                 peer=record.agent,
             )
         return MemoryLink(self, record, self.network.server(record.agent))

@@ -28,7 +28,7 @@ from mx_rl.transport.wire import REQUEST, USER, Bye, Drop, Hello, Outbox, Reques
 _MAX_ADDRESS_BYTES = 1 << 20
 _INBOX_BYTES = 256 << 20
 _CLOSE_S = 1.0
-"""How long a server that closes waits for writes to living readers."""
+"""How long a server that closes waits for writes under way."""
 
 
 class _Address(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,8 +106,7 @@ class NixlServer(Server):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            if not self._service.close(timeout=_CLOSE_S):
-                keep(self._service)  # writes to a stopped reader: their handles must outlive the process's use
+            self._service.close(timeout=_CLOSE_S)
             self._agent.close()
 
 
@@ -138,7 +137,7 @@ class NixlReceiver(Receiver):
         self.desk = Desk()
         self.lock = threading.RLock()
         self._peers: dict[str, _Peer] = {}
-        self._stage_moves: set[Moves] = set()  # of all routes that are open, and of closed ones that have not ended
+        self._moves: dict[Moves, bool] = {}  # all that are not released; whether they move into the stage
         self._leaving: list[tuple[_Peer, Moves, int | None]] = []  # closed and not ended, with the header line they use
         self._unfenced = False  # a write was asked for on a lane where destroying the agent is no fence
         self._tables = 0
@@ -183,7 +182,7 @@ class NixlReceiver(Receiver):
 
     def _reads_ended(self) -> bool:
         self._settle()
-        busy = [moves for moves in self._stage_moves if not moves.settle()]
+        busy = [moves for moves, into_stage in self._moves.items() if into_stage and not moves.settle()]
         return not busy
 
     def close(self) -> bool:
@@ -203,9 +202,9 @@ class NixlReceiver(Receiver):
     def _destroy(self) -> None:
         """All reads have ended."""
         self._ended = self.desk.settled or not self._unfenced
-        for moves in [*self._stage_moves, *(moves for _, moves, _ in self._leaving)]:
+        for moves in self._moves:  # one handle that is left would keep the agent, and its sockets, alive
             moves.discard()
-        self._stage_moves.clear()
+        self._moves.clear()
         self._leaving.clear()
         for name in self._peers:
             self.agent.remove_peer(name)  # a connection that just vanishes has wedged sources
@@ -246,8 +245,7 @@ class NixlReceiver(Receiver):
                 their_device=their_device,
             )
             peer.moves += 1
-            if into_stage:
-                self._stage_moves.add(made)
+            self._moves[made] = into_stage
             return made
 
     def retire(self, peer: _Peer, moves: Moves, *, line: int | None = None) -> None:
@@ -263,7 +261,7 @@ class NixlReceiver(Receiver):
         for peer, moves, line in self._leaving:
             if moves.settle():
                 peer.moves -= 1
-                self._stage_moves.discard(moves)
+                self._moves.pop(moves, None)
                 if line is not None:
                     self.lines.give(line)
                 self._part(peer)

@@ -149,19 +149,8 @@ class HeaderQuestion:
 
 def send_table(asking: Asking, table: int, windows: Windows, *, nonce: int, header: int, device: str) -> None:
     """Tell the source the runs of a route, once."""
-    runs, starts, needs = (
-        np.ascontiguousarray(part, dtype="<i8") for part in (windows.runs, windows.starts, windows.needs)
-    )
-    data = encode(
-        Table(
-            nonce=nonce,
-            header=header,
-            device=device,
-            runs=runs.tobytes(),
-            starts=starts.tobytes(),
-            needs=needs.tobytes(),
-        )
-    )
+    runs, starts, needs = (part.astype("<i8").tobytes() for part in (windows.runs, windows.starts, windows.needs))
+    data = encode(Table(nonce=nonce, header=header, device=device, runs=runs, starts=starts, needs=needs))
     pieces = [data[at : at + PART_BYTES] for at in range(0, len(data), PART_BYTES)]
     for part, piece in enumerate(pieces):
         asking.send(TablePart(table=table, part=part, parts=len(pieces), data=piece))

@@ -58,9 +58,7 @@ def device_of(addresses: Array, nbytes: Array, regions: Sequence[Region], side: 
             f"run {row}: {int(nbytes[row])} bytes at {int(addresses[row]):#x}"
         )
     if len(devices) != 1:
-        raise InvalidArgument(
-            f"runs of one route on several devices of the {side}: {sorted(devices)}; make a route for each"
-        )
+        raise InvalidArgument(f"runs on several devices of the {side}, {sorted(devices)}: make a route for each")
     return devices.pop()
 
 

@@ -1,7 +1,7 @@
 """The source's side of requested writes: check every request, write, check the generation again, say so.
 
-Nothing that one reader sends, or fails to do, may cost the source or its other readers anything: whatever goes wrong with a
-reader ends with that reader being forgotten.
+Nothing that one reader sends, or fails to do, may cost the source or its other readers anything: whatever goes wrong
+with a reader ends with that reader being forgotten.
 """
 
 from __future__ import annotations
@@ -187,16 +187,20 @@ class Service:
                 self._remove(reader)
         return moved
 
-    def close(self, *, timeout: float) -> bool:
-        """Forget everybody; True when every write has ended."""
+    def close(self, *, timeout: float) -> None:
+        """Forget everybody, before the agent is destroyed. Writes to a stopped reader end with the agent: they read from
+        our memory, and what they have sent so far is confirmed by nobody."""
         deadline = time.monotonic() + timeout
         for reader in self._readers.values():
             self._clear(reader, lost=True)
         while True:
             self.step()
             if not self._readers or time.monotonic() > deadline:
-                return not self._readers
+                break
             time.sleep(1e-3)
+        for reader in self._readers.values():
+            for moves in reader.leaving:
+                moves.discard()
 
     # ---- requests
 
@@ -226,7 +230,7 @@ class Service:
     def _table_part(self, reader: _Reader, piece: TablePart) -> None:
         parts = reader.parts.setdefault(piece.table, [])
         total = piece.parts * PART_BYTES
-        if piece.part != len(parts) or not piece.parts > 0 or total > MAX_TABLE_BYTES or len(piece.data) > PART_BYTES:
+        if piece.part != len(parts) or piece.parts < 1 or total > MAX_TABLE_BYTES or len(piece.data) > PART_BYTES:
             raise CorruptRecord(f"part {piece.part} of {piece.parts} of table {piece.table}, after {len(parts)}")
         if len(reader.parts) > MAX_TABLES or len(reader.routes) >= MAX_TABLES:
             raise CorruptRecord(f"more than {MAX_TABLES} routes of one reader")
@@ -281,7 +285,7 @@ class Service:
         problem = ""
         if route is None:
             problem = f"no route {want.table}"
-        elif len(chosen) and not (int(chosen.min()) >= 0 and int(chosen.max()) < len(route.needs)):
+        elif len(chosen) and (int(chosen.min()) < 0 or int(chosen.max()) >= len(route.needs)):
             problem = f"windows {int(chosen.min())} to {int(chosen.max())} of {len(route.needs)}"
         elif flow is not None and (flow.route is not route or flow.generation != want.generation):
             problem = f"flow {want.flow} is another one"

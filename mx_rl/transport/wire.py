@@ -1,4 +1,4 @@
-"""What travels as NIXL notices: users' messages, a reader's requests and a source's answers, framed, bounded, in order."""
+"""What travels as NIXL notices: users' messages, requests of readers and answers of sources; framed, bounded, in order."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TablePart(_Base, frozen=True, kw_only=True):
 
 
 class Want(_Base, frozen=True, kw_only=True):
-    """Write these windows (int32, little-endian, in this order) as soon as the source has them. May be sent in pieces."""
+    """Write these windows (int32, little-endian, in this order) as soon as the source has them. May come in pieces."""
 
     flow: int
     table: int
