@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mx_rl.errors import InvalidArgument, MxRLError, PeerLost, VersionGone
+from mx_rl.errors import CorruptRecord, InvalidArgument, MxRLError, PeerLost, VersionGone
 from mx_rl.landing import Landing
 from mx_rl.plan import Part, Plan
 from mx_rl.records import EndpointRecord, Holder, Source, VersionRecord
@@ -39,7 +39,14 @@ class Supplier:
 def suppliers(
     plan: Plan, record: VersionRecord, holders: Sequence[Holder], rank: int, kinds: Sequence[str]
 ) -> list[Supplier]:
-    """Who can fill which windows, in the order of ``kinds`` ("peer", "trainer")."""
+    """Who can fill which windows, in the order of ``kinds`` ("peer", "trainer"). Raises CorruptRecord where a record names
+    fewer sources than it has ranks."""
+    ranks = max((part.rank for part in plan.parts), default=-1) + 1
+    if len(record.sources) < ranks or any(len(holder.sources) <= rank for holder in holders):
+        raise CorruptRecord(
+            f"version {record.number} is told with {len(record.sources)} trainer sources where {ranks} are needed, and "
+            f"holders with {[len(holder.sources) for holder in holders]} sources, of which rank {rank} takes one"
+        )
     total = len(plan.window_bounds)
     found: list[Supplier] = []
     for kind in kinds:

@@ -3,7 +3,7 @@ pickle)."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -18,6 +18,9 @@ SEAT_PREFIX = "seat:"
 """With an incarnation behind it: the blob that says where its holder answers now, the one kind that its owner may replace."""
 
 Record = TypeVar("Record")
+
+Extent: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+"""An address, a length or an index: two of them add up within the int64 columns that they end in."""
 
 
 class _Base(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -40,9 +43,9 @@ class Place(_Base, kw_only=True):
 class RegionRecord(_Base, kw_only=True):
     """One slot or stage: its bytes, and the 64-byte header that guards them (``arena.py``)."""
 
-    header: int  # address of the header
-    address: int
-    nbytes: int
+    header: Extent  # address of the header
+    address: Extent
+    nbytes: Extent
     device: str = "cpu"
 
 
@@ -63,8 +66,8 @@ class Source(_Base, kw_only=True):
     """One rank's memory that holds its part of a version, valid under this generation only."""
 
     agent: str
-    region: int  # index into EndpointRecord.regions
-    generation: int
+    region: Extent  # index into EndpointRecord.regions
+    generation: Extent
 
 
 class VersionRecord(_Base, kw_only=True):

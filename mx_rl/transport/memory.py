@@ -262,7 +262,15 @@ class MemoryLink(Link):
         self.record = record
         self._server = server
 
+    def check_header(self, address: int) -> None:
+        ends = [(region.address, region.address + region.nbytes - HEADER_BYTES) for region in self._server.regions]
+        if not any(low <= address <= high for low, high in ends):
+            raise InvalidArgument(
+                f"{self.record.agent} has no header at {address:#x}: not in the memory that it serves"
+            )
+
     def header(self, region: int, *, timeout: float) -> tuple[int, int]:
+        self.check_header(self.record.regions[region].header)
         reads = _MemoryReads(self, region, None)
         deadline = time.monotonic() + timeout
         ended = reads.post_header()
@@ -282,6 +290,9 @@ class MemoryLink(Link):
         block = self.record.regions[region]
         source = Region(address=block.address, nbytes=block.nbytes, device=block.device)
         check_windows(windows, source=[source], stage=self.receiver.regions)
+        # The record may claim what it likes: only what the source has registered is read.
+        check_windows(windows, source=self._server.regions, stage=self.receiver.regions)
+        self.check_header(block.header)
         return MemoryRoute(self, region, windows)
 
     def close(self) -> None:
