@@ -17,7 +17,26 @@ from mx_rl.transport.place import here, rdma_devices, same_host, same_processes
 
 _SHARED = frozenset({"all", "shm", "sm", "mm", "cma"})
 _RDMA = frozenset(
-    ["all", "ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "rc_gda", "dc", "dc_x", "dc_mlx5", "ud", "ud_v", "ud_x", "ud_verbs", "ud_mlx5", "gdaki", "srd"]
+    [
+        "all",
+        "ib",
+        "rc",
+        "rc_v",
+        "rc_x",
+        "rc_verbs",
+        "rc_mlx5",
+        "rc_gda",
+        "dc",
+        "dc_x",
+        "dc_mlx5",
+        "ud",
+        "ud_v",
+        "ud_x",
+        "ud_verbs",
+        "ud_mlx5",
+        "gdaki",
+        "srd",
+    ]
 )
 
 
