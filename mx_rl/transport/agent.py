@@ -119,7 +119,7 @@ class Agent:
     # ---- peers
 
     def add_peer(self, metadata: Sequence[bytes], expected: str) -> None:
-        """Raises CorruptRecord where the metadata cannot be read or is another agent's, PeerLost where nobody answers."""
+        """Raises CorruptRecord where the metadata cannot be read or is another agent's, PeerLost where none answers."""
         for blob in metadata:
             try:
                 found = self._open.add_remote_agent(blob)

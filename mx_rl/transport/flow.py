@@ -51,7 +51,7 @@ class Reads(ABC):
     def abandon(self, posted: Sequence[int]) -> bool:
         """Keep these windows' reads until they end, and with them the receiver unsettled. True when all have ended.
 
-        Called once, at the end of the flow; a posted header read is forgotten: its target is not the stage. Never raises.
+        Called once, at the end of the flow; a posted header read is forgotten: its target is no stage. Never raises.
         """
 
 

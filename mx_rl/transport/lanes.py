@@ -16,28 +16,9 @@ from mx_rl.transport.flow import check_header
 from mx_rl.transport.place import here, rdma_devices, same_host, same_processes
 
 _SHARED = frozenset({"all", "shm", "sm", "mm", "cma"})
-_RDMA = frozenset(
-    [
-        "all",
-        "ib",
-        "rc",
-        "rc_v",
-        "rc_x",
-        "rc_verbs",
-        "rc_mlx5",
-        "rc_gda",
-        "dc",
-        "dc_x",
-        "dc_mlx5",
-        "ud",
-        "ud_v",
-        "ud_x",
-        "ud_verbs",
-        "ud_mlx5",
-        "gdaki",
-        "srd",
-    ]
-)
+_RC = frozenset({"rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "rc_gda"})
+_UD = frozenset({"ud", "ud_v", "ud_x", "ud_verbs", "ud_mlx5"})
+_RDMA = _RC | _UD | {"all", "ib", "dc", "dc_x", "dc_mlx5", "gdaki", "srd"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +107,8 @@ def _libc() -> ctypes.CDLL | None:
 def _warn_forbidden(host: str) -> None:
     warnings.warn(
         f"processes on {host} may not copy each other's memory (process_vm_readv is forbidden): weights go over "
-        "sockets, several times slower. Run the processes as one user in one container, with CAP_SYS_PTRACE or a seccomp "
-        "profile that allows process_vm_readv, and kernel.yama.ptrace_scope=0",
+        "sockets, several times slower. Run the processes as one user in one container, with CAP_SYS_PTRACE or a "
+        "seccomp profile that allows process_vm_readv, and kernel.yama.ptrace_scope=0",
         RuntimeWarning,
         stacklevel=4,
     )

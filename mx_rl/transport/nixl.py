@@ -270,8 +270,8 @@ class NixlReceiver(Receiver):
         self._leaving = left
 
     def leave(self, peer: _Peer) -> None:
-        """A link is closed. The peer stays connected: two agents that part and meet again lose messages of more than one
-        fragment in silence (UCX drops them, at the end that had removed the other)."""
+        """A link is closed. The peer stays connected: two agents that part and meet again lose, in silence, messages of
+        more than one fragment (UCX drops them at the end that had removed the other)."""
         with self.lock:
             if self._fence is None:
                 peer.links -= 1

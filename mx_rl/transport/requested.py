@@ -33,7 +33,7 @@ from mx_rl.transport.wire import (
 )
 
 PROBE_S = 0.1
-"""After so long without an answer the source is asked for its header: one that died answers nothing, but asking fails."""
+"""After so long without an answer the source is asked for its header: of one that died the asking itself fails."""
 ASK_AGAIN_S = 0.5
 
 

@@ -188,8 +188,8 @@ class Service:
         return moved
 
     def close(self, *, timeout: float) -> None:
-        """Forget everybody, before the agent is destroyed. Writes to a stopped reader end with the agent: they read from
-        our memory, and what they have sent so far is confirmed by nobody."""
+        """Forget everybody, before the agent is destroyed. Writes to a stopped reader end with the agent: they read
+        from our memory, and what they have sent so far is confirmed by nobody."""
         deadline = time.monotonic() + timeout
         for reader in self._readers.values():
             self._clear(reader, lost=True)

@@ -1,4 +1,4 @@
-"""What travels as NIXL notices: users' messages, requests of readers and answers of sources; framed, bounded, in order."""
+"""What travels as NIXL notices: users' messages, readers' requests, sources' answers; framed, bounded, in order."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Cancel(_Base, frozen=True, kw_only=True):
 
 
 class Ask(_Base, frozen=True, kw_only=True):
-    """What does the header at this address say? Answered with Told. A 64-byte READ would ask the same of the source's NIC or
-    kernel, but over TCP even that aborts a source which was stopped while its reader died."""
+    """What does the header at this address say? Answered with Told. A 64-byte READ would do the same without the source's
+    help, but over TCP even that aborts a source which was stopped while its reader died."""
 
     flow: int
     header: int
@@ -74,8 +74,8 @@ class Drop(_Base, frozen=True, kw_only=True):
 
 
 class Bye(_Base, frozen=True, kw_only=True):
-    """Forget my routes; ``final``: my agent too, it is about to be destroyed. Over shared memory nothing else tells that, as
-    long as its process lives."""
+    """Forget my routes; ``final``: my agent too, it is about to be destroyed. Over shared memory nothing else tells that
+    as long as its process lives."""
 
     final: bool = False
 

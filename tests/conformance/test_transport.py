@@ -182,13 +182,18 @@ def test_no_confirmed_window_is_torn_while_the_slot_is_rewritten_as_fast_as_it_g
     assert count["windows"] and count["gone"], count
 
 
+def connect_and_look(reader: Any, record: bytes) -> None:
+    reader.connect(record)
+    reader.header()
+
+
 @kinds(MEMORY, SHM_READ, TCP_WRITE)
 def test_memory_of_another_process_start_is_stale(world: World) -> None:
     source, reader = world.source(MIB), world.reader(MIB)
     record = decode(source.get_record(), EndpointRecord)
+    other = encode(msgspec.structs.replace(record, nonce=record.nonce ^ 1))
     with pytest.raises(StaleIncarnation):
-        reader.connect(encode(msgspec.structs.replace(record, nonce=record.nonce ^ 1)))
-        reader.header()
+        connect_and_look(reader, other)
     reader.connect(source.get_record(), key="now")  # the failed attempt left nothing in the way
     generation = source.publish(1)
     reader.route(cut(MIB, MIB), key="now")

@@ -1,4 +1,4 @@
-"""Readers that die in mid-transfer over TCP, while their source is busy, and stopped now and then: it lives and serves."""
+"""Readers that die in mid-transfer over TCP while their source is busy, and stopped now and then: it goes on serving."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_readers_killed_one_after_another_in_mid_transfer_leave_the_source_servi
 
 @pytest.mark.parametrize("turns", [2, pytest.param(12, marks=soak)])
 def test_a_reader_that_gives_up_on_a_stopped_source_does_not_kill_it(world: World, turns: int) -> None:
-    """The agent is destroyed while the source sleeps for seconds. With a 64-byte READ of the header under way, UCX aborted
-    the source here: "Fatal: unexpected error: Endpoint timeout"."""
+    """The agent is destroyed while the source sleeps for seconds. With a 64-byte READ of the header under way, UCX
+    aborted the source here: "Fatal: unexpected error: Endpoint timeout"."""
     source, reader = world.source(NBYTES), world.reader(NBYTES)
     for _ in range(turns):
         reader.connect(source.get_record())
