@@ -62,7 +62,7 @@ class Cancel(_Base, frozen=True, kw_only=True):
 
 
 class Ask(_Base, frozen=True, kw_only=True):
-    """What does the header at this address say? Answered with Told. A 64-byte READ would do the same without the source's
+    """What does the header at this address say? Answered with Told. A 64-byte READ would do it without the source's
     help, but over TCP even that aborts a source which was stopped while its reader died."""
 
     flow: int
@@ -74,8 +74,8 @@ class Drop(_Base, frozen=True, kw_only=True):
 
 
 class Bye(_Base, frozen=True, kw_only=True):
-    """Forget my routes; ``final``: my agent too, it is about to be destroyed. Over shared memory nothing else tells that
-    as long as its process lives."""
+    """Forget my routes; ``final``: my agent too, it is about to be destroyed. Over shared memory nothing else tells
+    that as long as its process lives."""
 
     final: bool = False
 

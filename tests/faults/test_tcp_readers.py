@@ -1,4 +1,4 @@
-"""Readers that die in mid-transfer over TCP while their source is busy, and stopped now and then: it goes on serving."""
+"""Readers that die in mid-transfer over TCP while their source is busy, and stopped now and then: it keeps serving."""
 
 from __future__ import annotations
 
