@@ -28,9 +28,7 @@ def draw(log: Log, path: Path) -> None:
     for axes in (above, below):
         for step, _ in log.events:
             axes.axvline(step, color="tab:red", linestyle=":", linewidth=1)
-        axes.legend(loc="upper left")
-    for number, (step, text) in enumerate(log.events):
-        side = "right" if step > log.total / 2 else "left"
-        above.text(step, 0.04 + 0.08 * (number % 4), f" {text} ", fontsize=7, color="tab:red", ha=side)
+        axes.legend(loc="best")
+    above.set_title("\n".join(f"step {step}: {text}" for step, text in log.events), fontsize=8, color="tab:red")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
