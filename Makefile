@@ -28,7 +28,7 @@ test: setup
 	@$(BIN)/python -m pytest -m "not soak" $(TESTS) $(ARGS)
 
 soak: setup
-	@$(BIN)/python -m pytest -m soak --timeout 3600 $(TESTS) $(ARGS)
+	@MXRL_SOAK=1 $(BIN)/python -m pytest -m soak --timeout 3600 $(TESTS) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
