@@ -32,5 +32,5 @@ class Settings:
     rollout_threads: int = 1
 
 
-SMOLLM2 = Settings(quick=False, steps=80, num_prompts=8, num_samples=8, num_tokens=4, lr=1e-5, autocast=True)
+SMOLLM2 = Settings(quick=False, steps=60, num_prompts=8, num_samples=8, num_tokens=4, lr=1e-5, autocast=True)
 TINY = Settings(quick=True, steps=60, num_prompts=8, num_samples=16, num_tokens=6, lr=3e-3)

@@ -47,14 +47,14 @@ def sync_all(readers, at_least, timeout=60.0):
     ]
 
 
+@pytest.mark.parametrize("seconds", [6.0, pytest.param(60.0, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("lane", ["shm", "tcp"])
-def test_eight_readers_against_a_publisher_at_full_speed_never_install_a_torn_version(server, children, lane):
+def test_eight_readers_against_a_publisher_at_full_speed_never_install_a_torn_version(server, children, lane, seconds):
     env = {"UCX_TLS": "tcp"} if lane == "tcp" else {}
     trainer = children(TrainerRank, server.path, SHAPES, env=env)
     readers = [children(RolloutRank, server.path, SHAPES, env=env) for _ in range(8)]
     trainer.call("publish_ready", 1.0)
     trainer.call("start_publishing")
-    seconds = float(os.environ.get("MXRL_TEST_TORN_S", "6"))
     loops = [reader.begin("sync_for", seconds, timeout=seconds + 90) for reader in readers]
     found = [loop.result(seconds + 90) for loop in loops]
     published = trainer.call("stop_publishing", timeout=90)
@@ -235,7 +235,8 @@ def test_a_source_that_restarts_in_place_is_never_read_through_the_old_record(se
         trainer.kill()
 
 
-def test_fifty_readers_in_turn_come_read_and_go_and_the_source_is_as_fast_as_before(server, children):
+@pytest.mark.parametrize("turns", [8, pytest.param(50, marks=pytest.mark.soak)])
+def test_readers_in_turn_come_read_and_go_and_the_source_is_as_fast_as_before(server, children, turns):
     trainer = children(TrainerRank, server.path, SHAPES)
     number = trainer.call("publish_ready", 1.0)
     steady = children(RolloutRank, server.path, SHAPES)
@@ -247,7 +248,7 @@ def test_fifty_readers_in_turn_come_read_and_go_and_the_source_is_as_fast_as_bef
 
     steady.call("sync", number)
     before = min(reading() for _ in range(5))
-    for turn in range(int(os.environ.get("MXRL_TEST_READERS", "12"))):
+    for turn in range(turns):
         child = Child(RolloutRank, server.path, SHAPES)
         child.call("sync", number)
         child.kill() if turn % 2 else child.stop()

@@ -33,7 +33,10 @@ def workers_find_the_tree() -> Iterator[None]:
 @contextmanager
 def local_ray(*, num_cpus: int = 16) -> Iterator[None]:
     with workers_find_the_tree():
-        ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        # A cluster that runs on this machine already is another's.
+        ray.init(
+            address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+        )
         try:
             yield
         finally:
