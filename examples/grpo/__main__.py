@@ -45,7 +45,13 @@ def main() -> int:
         # The actors inherit it: a thread that spins at a barrier steals the core that the others wait for.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         seats = settings.world_size + settings.replicas + 2  # the newcomer, and a replacement beside its predecessor
-        ray.init(num_cpus=seats, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+        ray.init(
+            address="local",  # not into a cluster that happens to run on this machine
+            num_cpus=seats,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+        )
     task = Echo(settings.num_tokens) if settings.quick else Addition()
     kwargs = {"settings": settings}
     print(f"starting {settings.world_size} trainer ranks and {settings.replicas} rollouts", flush=True)
