@@ -31,14 +31,19 @@ class Claimant:
 
     @property
     def open_epoch(self) -> Seat | None:
-        return self.epoch if self.epoch is not None and self.epoch.open else None
+        epoch = self.epoch  # read once: another thread may find it superseded
+        return epoch if epoch is not None and epoch.open else None
 
     def wait_open(self, deadline: float) -> Seat:
         """Claim until every rank has. Raises IncompleteVersion with who is missing, Fenced, SeatTaken, RegistryLost."""
-        while self.open_epoch is None:
+        while True:
+            epoch = self.open_epoch
+            if epoch is not None:
+                return epoch
             left = deadline - time.monotonic()
             if left <= 0:
-                missing = self.epoch.missing if self.epoch else ()
+                claimed = self.epoch
+                missing = claimed.missing if claimed else ()
                 raise IncompleteVersion(
                     f"world {self._seat.world!r} of policy {self._member.policy!r} is not complete: rank(s) "
                     f"{name_ranks(missing)} of {self._seat.world_size} have no Publisher yet",
@@ -46,8 +51,6 @@ class Claimant:
                     missing=list(missing),
                 )
             self.claim(wait=min(left, _POLL_S))
-        assert self.epoch is not None
-        return self.epoch
 
     def claim(self, *, wait: float) -> None:
         command = self._command(wait=wait)

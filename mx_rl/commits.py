@@ -25,7 +25,6 @@ Key = tuple[int, int]
 
 _POLL_S = 10.0
 _KEPT = 64
-_REJOIN_S = 30.0
 
 
 class Commits:
@@ -48,7 +47,8 @@ class Commits:
         self._pending: dict[Key, Future[Outcome]] = {}
         self._outcomes: dict[Key, Outcome] = {}
         self._keys: dict[int, Key] = {}  # foretold number -> key
-        self._carried: dict[int, tuple[Seat, int]] = {}  # ended epoch -> the next one, and by how much k went down
+        self._carried: dict[int, Seat] = {}  # ended epoch -> the next one
+        self._down: dict[int, int] = {}  # ended epoch -> by how much k goes down from it to the next
         self._failure: MxRLError | None = None
         self._closing = False
         threading.Thread(target=self._work, name="mx-rl-commit", daemon=True).start()
@@ -60,8 +60,9 @@ class Commits:
         self._keys[number] = key
         self._queue.put((commit, future))
         for old in list(self._pending)[:-_KEPT]:
-            del self._pending[old]
-            self._outcomes.pop(old, None)
+            if old != self.newest and self._pending[old].done():
+                del self._pending[old]
+                self._outcomes.pop(old, None)
         for foretold in list(self._keys)[:-_KEPT]:
             del self._keys[foretold]
 
@@ -70,17 +71,19 @@ class Commits:
 
     def count_on(self, ended: int, k: int) -> int:
         """The k of ``ended`` in the epoch that its open publishes were carried to."""
-        return k - self._carried[ended][1] if ended in self._carried else 0
+        return k - self._down[ended] if ended in self._down else 0
 
     def outcome(self, key: Key) -> Outcome | None:
         return self._outcomes.get(key)
 
     def is_past(self, key: Key) -> bool:
         """It can never again be the newest READY version."""
+        if key == self.newest:
+            return False
         outcome = self._outcomes.get(key)
         if outcome is None:
             return key not in self._pending
-        return outcome.state == "aborted" or (outcome.state == "ready" and key != self.newest)
+        return outcome.state != "staging"
 
     def raise_failure(self) -> None:
         """What a former commit failed with, once; Fenced and SeatTaken for good."""
@@ -98,12 +101,12 @@ class Commits:
             return known
         try:
             outcome = self._pending[key].result(timeout=max(deadline - time.monotonic(), 0))
+        except MxRLError:  # before the time-out: some of ours are TimeoutErrors too
+            return self._outcomes[key]
         except FutureTimeout:
             if known is None:
                 return Outcome(number=0, state="staging")
             outcome = self._await(key, 0.0)
-        except MxRLError:
-            return self._outcomes[key]
         while outcome.state == "staging":
             left = deadline - time.monotonic()
             if left <= 0:
@@ -129,6 +132,8 @@ class Commits:
         while (item := self._queue.get()) is not None:
             commit, future = item
             try:
+                if self._closing:
+                    raise Closed(f"closed before publish {commit.k} of epoch {commit.epoch} was committed")
                 future.set_result(self._run((commit.epoch, commit.k), commit))
             except BaseException as exc:  # noqa: BLE001 - it belongs to whoever asks for the outcome
                 future.set_exception(exc)
@@ -139,8 +144,8 @@ class Commits:
             if self._rank == 0 and outcome.state == "staging":
                 outcome = self._declare_world(key, commit)
             return outcome
-        except MxRLError as exc:
-            if commit.error is None:
+        except BaseException as exc:
+            if commit.error is None and isinstance(exc, MxRLError):
                 self._failure = exc
             self._outcomes[key] = Outcome(number=0, state="aborted", reason=str(exc))
             raise
@@ -152,24 +157,37 @@ class Commits:
             # Refused, not aborted: the epoch ended before this commit arrived, and it belongs to the next one.
             log.warning("policy %s: %s", self._member.policy, exc)
             present = self._carry(commit)
+            # Before the publishing thread can see that the epoch is over: it counts on from here.
+            self._down[present.epoch] = present.k - 1
             self._claimant.superseded(present.epoch)
-            seat = self._claimant.wait_open(time.monotonic() + _REJOIN_S)
+            seat = self._rejoin()
             if seat.epoch != present.epoch:
-                self._carried[present.epoch] = (seat, present.k - 1)
+                self._carried[present.epoch] = seat
+            else:
+                del self._down[present.epoch]  # the registry had forgotten, and knows it again
             return self._member.ask(self._carry(commit), Outcome)
+
+    def _rejoin(self) -> Seat:
+        """As long as it takes: a commit that one rank gave up and another carried over would part their counts."""
+        while True:
+            if self._closing:
+                raise Closed("closed while a replaced rank was awaited")
+            try:
+                return self._claimant.wait_open(time.monotonic() + _POLL_S)
+            except IncompleteVersion as exc:
+                log.warning("policy %s: %s", self._member.policy, exc)
 
     def _carry(self, commit: Commit) -> Commit:
         """The commit as the present epoch knows it."""
         while commit.epoch in self._carried:
-            seat, down = self._carried[commit.epoch]
-            commit = msgspec.structs.replace(commit, epoch=seat.epoch, nonce=seat.nonce, k=commit.k - down)
+            seat, k = self._carried[commit.epoch], commit.k - self._down[commit.epoch]
+            commit = msgspec.structs.replace(commit, epoch=seat.epoch, nonce=seat.nonce, k=k)
         return commit
 
     def _place(self, key: Key) -> Key:
         epoch, k = key
-        while epoch in self._carried and k > self._carried[epoch][1]:
-            seat, down = self._carried[epoch]
-            epoch, k = seat.epoch, k - down
+        while epoch in self._carried and k > self._down[epoch]:
+            epoch, k = self._carried[epoch].epoch, k - self._down[epoch]
         return epoch, k
 
     def _await(self, key: Key, wait: float, *, layouts_only: bool = False) -> Outcome:

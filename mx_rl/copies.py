@@ -6,7 +6,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
@@ -76,7 +76,23 @@ def move(moves: Sequence[Move]) -> None:
                 room = -(-total // threads)
     pool = _pool(threads)
     others = [pool.submit(_run, share) for share in shares[1:] if share]
-    _run(shares[0])
+    try:
+        _run(shares[0])
+    finally:
+        _join(others)
+
+
+def _join(others: Sequence[Future[None]]) -> None:
+    """Nobody writes any more when this returns or raises: the caller may free or reuse both sides then."""
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            wait(others)
+            break
+        except KeyboardInterrupt as exc:
+            interrupt = exc
+    if interrupt is not None:
+        raise interrupt
     for other in others:
         other.result()
 

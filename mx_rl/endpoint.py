@@ -256,6 +256,12 @@ class Member:
             self.endpoint.remove(self)
         except MxRLError as exc:
             log.warning("policy %s: beat of %s failed: %s", self.policy, self.incarnation, exc)
+        except Exception:
+            log.exception(
+                "policy %s: beat of %s: one member's fault must not end the others' beats",
+                self.policy,
+                self.incarnation,
+            )
 
     def beat_now(self, *, timeout: float | None = None) -> None:
         self.ask(Beat(policy=self.policy, incarnations=(self.incarnation,)), timeout=timeout)

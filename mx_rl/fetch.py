@@ -154,7 +154,7 @@ class Fetch:
                 flow.close()
                 del self._flows[supplier]
                 if self._assigned[supplier]:  # given to it while it was busy
-                    self._start(supplier)
+                    self._assign(self._assigned.pop(supplier))
         return moved
 
     def _confirm(self, supplier: Supplier, local: Sequence[int]) -> None:

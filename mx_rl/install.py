@@ -27,7 +27,8 @@ class Installer:
     """Keeps the pieces of a plan and their views of the stage between versions; targets are resolved anew each time."""
 
     def __init__(self) -> None:
-        self._key: tuple[int, int] | None = None
+        self._plan: Plan | None = None
+        self._stage = 0
         self._pieces: list[tuple[Piece, torch.Tensor]] = []
 
     def prepare(self, plan: Plan, stage: torch.Tensor, targets: Mapping[str, tuple[Shard, ...]]) -> Work:
@@ -36,10 +37,9 @@ class Installer:
         Raises AliasConflict where one storage would have to hold two different tensors; InvalidArgument where a target's
         layout changed since the version was staged.
         """
-        key = (id(plan), stage.data_ptr())
-        if self._key != key:
+        if self._plan is not plan or self._stage != stage.data_ptr():
             self._pieces = [(piece, _view(stage, piece)) for piece in plan.pieces]
-            self._key = key
+            self._plan, self._stage = plan, stage.data_ptr()
         self._check_aliases(plan)
         pairs = []
         for piece, view in self._pieces:

@@ -49,8 +49,8 @@ class Landing:
         return link
 
     def route(self, record: EndpointRecord, region: int, order: str, windows: Windows) -> Route:
-        """A prepared route; ``order`` names the run table, which is built by the caller only when ``has_route`` is
-        false."""
+        """A prepared route; ``order`` names the run table, which is built by the caller only when
+        ``known`` has none."""
         key = (record.agent, region, order)
         route = self._routes.get(key)
         if route is None:

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -190,13 +191,14 @@ class Publisher:
         if self._closed:
             return
         self._closed = True
-        self._commits.close(time.monotonic() + timeout)
         rings = [ring for ring in (*self._retired, self._ring) if ring is not None]
-        self._linger(rings)
-        self._member.leave()
-        for ring in rings:
-            ring.close()
-        self._endpoint.release()
+        with ExitStack() as steps:  # the last is run first; each is run whatever became of those before
+            steps.callback(self._endpoint.release)
+            for ring in rings:
+                steps.callback(ring.close)
+            steps.callback(self._member.leave)
+            steps.callback(self._linger, rings)
+            steps.callback(self._commits.close, time.monotonic() + timeout)
 
     def __enter__(self) -> Publisher:
         return self
@@ -347,7 +349,7 @@ class Publisher:
                 left = deadline - time.monotonic()
                 if slot.key is None or left <= 0:
                     continue
-                command = AwaitFree(policy=self.policy, source=ring.source(slot), wait=left)
+                command = AwaitFree(policy=self.policy, source=ring.source(slot), closing=True, wait=left)
                 try:
                     self._member.ask(command, Free, timeout=left + 1.0)
                 except RegistryLost as exc:

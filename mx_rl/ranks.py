@@ -43,6 +43,7 @@ class Ranks:
         self._endpoint = endpoint
         self._change = threading.Condition()
         self._links: dict[int, tuple[str, Link]] = {}  # rank -> (its agent, link)
+        self._told: Round | None = None  # the round that is open, told again to who does not vote
         self._lost: set[int] = set()  # ranks whose process the transport reports dead
         self._served = endpoint.serve(f"{policy}-rank{rank}", 1, 64) if ranks > 1 else None
         self._receiver = None
@@ -72,6 +73,8 @@ class Ranks:
                 continue
             if known is not None:
                 known[1].close()
+                if self.rank:
+                    self.follower = Follower()  # another process leads, and counts its rounds from 1
             self._links[rank] = (agent, self._receiver.connect(member.endpoint_record(agent)))
             self._lost.discard(rank)
         if self.rank:
@@ -162,6 +165,11 @@ class Ranks:
             for rank in range(1, self.ranks):
                 self._send(rank, decision)
 
+    @property
+    def committed(self) -> bool:
+        """The open round was decided: all install."""
+        return self.leader.decision is not None and self.leader.decision.commit
+
     def stage_sources(self) -> tuple[Source, ...]:
         """Where all ranks hold the version of this round, or () where one does not serve it."""
         with self._change:
@@ -175,7 +183,8 @@ class Ranks:
 
         def again() -> None:
             for rank in self.leader.missing_votes:
-                self._send(rank, self._told)
+                if self._told is not None:
+                    self._send(rank, self._told)
 
         self._wait(
             lambda: self.leader.voted or bool(self._lost.intersection(self.leader.missing_votes)), deadline, again
@@ -211,8 +220,13 @@ class Ranks:
 
     def next_round(self, deadline: float) -> Round:
         """The round that rank 0 fixed. IncompleteVersion, naming rank 0, when it fixed none in time."""
-        while self._wait(lambda: self.follower.next_round is not None, deadline):
+        greet = Hello(round=0, rank=self.rank, agent=self.agent)
+        while self._wait(
+            lambda: self.follower.next_round is not None or 0 in self._lost, deadline, lambda: self._send(0, greet)
+        ):
             with self._change:
+                if 0 in self._lost:
+                    raise PeerLost(f"rank 0 of replica {self._replica!r} is lost", peer=self._links[0][0])
                 if self.follower.next_round is not None:  # it may have been called off meanwhile
                     return self.follower.take()
         raise IncompleteVersion(

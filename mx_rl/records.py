@@ -183,9 +183,11 @@ class AwaitInstalled(Command, kw_only=True):
 
 
 class AwaitFree(Command, kw_only=True):
-    """Wait until nobody holds a lease on a version older than the newest READY one that lies in this source."""
+    """Wait until nobody holds a lease on a version older than the newest READY one that lies in this source; ``closing``:
+    on the newest one neither."""
 
     source: Source
+    closing: bool = False
 
 
 # ---- commands: replicas

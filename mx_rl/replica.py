@@ -40,7 +40,9 @@ class Leader:
     def receive(self, message: AnyRankMessage) -> AnyRankMessage | None:
         """Note what a rank says; the reply, if any, goes back to it. Repeating a message changes nothing."""
         if isinstance(message, Hello):
-            self.greeted[message.rank] = message
+            former = self.greeted.get(message.rank)
+            if former is None or former.agent != message.agent or not former.amiss:
+                self.greeted[message.rank] = message  # a complaint is not taken back by a greeting
             return None
         if message.round != self.round:
             decision, finished = self.past.get(message.round, (None, None))

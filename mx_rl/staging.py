@@ -138,7 +138,8 @@ class Staging:
         landing = self._landing_for(plan)
         order = f"{record.layout}/{self.layout.hash}/{record.window_bytes}"
         progress = self._progress
-        if progress is None or progress.identity != record.identity or progress.order != order:
+        known = (progress.identity, progress.order, progress.landing) if progress is not None else None
+        if progress is None or known != (record.identity, order, landing):
             # Whoever still reads the version that lies here finds the header moved and takes another source.
             landing.header.begin()
             progress = Progress(record.identity, order, landing)
@@ -199,15 +200,16 @@ class Staging:
         if plan.stage_nbytes > self.landing.nbytes:
             old, self.landing = self.landing, self._open_landing(plan.stage_nbytes)
             self._progress = None
-            self.announce()
             old.close()
+            self.announce()
         return self.landing
 
     def _replace(self, landing: Landing) -> Landing:
         """The old one is never verified, installed or served again; it is closed when its last move has ended."""
+        fresh = self._open_landing(landing.nbytes)
         landing.stop_serving()
         self._quarantine.append(landing)
-        self.landing = self._open_landing(landing.nbytes)
+        self.landing = fresh
         self.announce()
         return self.landing
 

@@ -9,9 +9,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from mx_rl.config import Options
 from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, unique_name
@@ -19,9 +19,7 @@ from mx_rl.errors import (
     Busy,
     CorruptRecord,
     IncompleteVersion,
-    InvalidArgument,
     MxRLError,
-    NotReady,
     PeerLost,
     RegistryLost,
     StaleIncarnation,
@@ -48,14 +46,14 @@ from mx_rl.records import (
     Vote,
 )
 from mx_rl.registry import Registry
-from mx_rl.reports import SyncReport, Version
+from mx_rl.reports import SyncReport
 from mx_rl.staging import Cargo, Staging
+from mx_rl.target import Number, check_arguments, not_ready, number_of
 from mx_rl.tensors import Tensors, resolve
 
 log = logging.getLogger("mx_rl")
 
 T = TypeVar("T")
-Number: TypeAlias = "int | Version | None"
 
 _POLL_S = 10.0
 _TRANSIENT = (VersionGone, PeerLost, RegistryLost, VersionAborted)
@@ -95,7 +93,8 @@ class Subscriber:
     may lack. ``verify`` is for digests, which this release has none of: windows are confirmed whatever it says.
     ``serve``: "stage" lets peers read the version installed last from the stage, "off" does not.
     ``before_install(old, new)`` and ``after_install(old, new)`` get version numbers and run with holds shut; after a
-    round that was called off ``after_install(old, old)`` is called, so that what was stopped is started again.
+    round that was called off ``after_install(old, old)`` is called, so that what was stopped is started again; ``old`` is
+    None before the first version.
 
     The destination's dtype must be the wire's. Raises InvalidArgument, TensorUnavailable; SeatTaken where another
     living process has this (replica, rank).
@@ -118,11 +117,11 @@ class Subscriber:
         stage: str = "device",
         serve: str = "stage",
         before_install: Callable[[int | None, int], None] | None = None,
-        after_install: Callable[[int | None, int], None] | None = None,
+        after_install: Callable[[int | None, int | None], None] | None = None,
         options: Options | None = None,
     ) -> None:
         check_policy(policy)
-        _check_arguments(replica, rank, world_size, sources, stage, serve, prefetch)
+        check_arguments(replica, rank, world_size, sources, stage, serve, prefetch)
         self.policy = policy
         self.rank = rank
         self.world_size = world_size
@@ -179,7 +178,7 @@ class Subscriber:
         """
         deadline = time.monotonic() + timeout
 
-        least, exact = _number(at_least), _number(exactly)
+        least, exact = number_of(at_least), number_of(exactly)
 
         def attempt() -> SyncReport:
             staged = self._stage(least, exact, deadline)
@@ -193,7 +192,7 @@ class Subscriber:
         Errors as for ``sync``. One version at a time: a staged one is discarded by the next ``stage``.
         """
         deadline = time.monotonic() + timeout
-        least, exact = _number(at_least), _number(exactly)
+        least, exact = number_of(at_least), number_of(exactly)
         staged = self._persist(lambda: self._stage(least, exact, deadline), exact, deadline)
         return None if isinstance(staged, SyncReport) else staged
 
@@ -233,12 +232,16 @@ class Subscriber:
         if self._closed:
             return
         self._closed = True
-        self._member.leave()
-        if self._ranks is not None:
-            self._ranks.close()
-        if self._staging is not None:
-            self._staging.close()
-        self._endpoint.release()
+        idle = self._busy.acquire(timeout=self.options.stall_s)  # a sync in another thread sees that it is over
+        with ExitStack() as steps:  # the last is run first; each is run whatever became of those before
+            if idle:
+                steps.callback(self._busy.release)
+            steps.callback(self._endpoint.release)
+            if self._staging is not None:
+                steps.callback(self._staging.close)
+            if self._ranks is not None:
+                steps.callback(self._ranks.close)
+            steps.callback(self._member.leave)
 
     def __enter__(self) -> Subscriber:
         return self
@@ -276,7 +279,7 @@ class Subscriber:
         """Try again what may go well next time, until the deadline. An exact version that is gone does not come
         back."""
         nap = 0.01
-        with self._busy:
+        with self._exclusive(deadline):
             while True:
                 try:
                     return attempt()
@@ -342,7 +345,7 @@ class Subscriber:
             if content:
                 return ranks.open_round(lambda number: Round(round=number, record=None, installed=running))
             if time.monotonic() >= deadline:
-                raise self._not_ready(found, at_least, exactly)
+                raise not_ready(self.policy, found, at_least, exactly)
 
     def _offer(self, found: Target, whole: bool, exactly: int | None) -> Round:
         _, ranks, _ = self._parts
@@ -358,19 +361,6 @@ class Subscriber:
                 round=number, record=found.record, trainer=found.trainer, holders=found.holders, full=not whole
             )
         )
-
-    def _not_ready(self, found: Nothing, at_least: int | None, exactly: int | None) -> NotReady:
-        wanted = "a version"
-        if exactly is not None or at_least is not None:
-            wanted = f"version {exactly}" if exactly is not None else f"a version of at least {at_least}"
-        text = (
-            f"policy {self.policy!r}: {wanted} did not become READY in time; newest READY is {found.latest or 'none'}"
-        )
-        if found.staging:
-            text += f"; version {found.staging} waits for trainer rank(s) {', '.join(map(str, found.missing))}"
-        if found.lost:
-            text += f"; version {found.lost} is READY but no living source holds it whole"
-        return NotReady(text, latest=found.latest or None, missing=list(found.missing))
 
     def _nothing_newer(self, told: Round, resolved: float) -> SyncReport:
         _, ranks, _ = self._parts
@@ -395,8 +385,19 @@ class Subscriber:
 
     # ---- install
 
+    @contextmanager
+    def _exclusive(self, deadline: float) -> Iterator[None]:
+        """One sync, stage or install at a time; the caller's own hold is suspended. Busy where the other takes longer."""
+        with self._holds.suspended():
+            if not self._busy.acquire(timeout=max(deadline - time.monotonic(), 0)):
+                raise Busy(f"another sync or install of policy {self.policy!r} is under way in this process: try again")
+            try:
+                yield
+            finally:
+                self._busy.release()
+
     def _install(self, staged: Staged, deadline: float) -> SyncReport:
-        with self._busy:
+        with self._exclusive(deadline):
             check_open(self._closed, f"Subscriber({self.policy!r})")
             if staged.over:
                 raise VersionAborted(
@@ -427,13 +428,25 @@ class Subscriber:
         self._call_before(previous, staged.version, deadline)
         try:
             commit, reason = self._decide(staged, deadline)
-        finally:
-            self._end(staged)
+        except BaseException as exc:
+            self._abandon(staged, exc)
+            self._call_after(previous, previous)
+            raise
+        self._end(staged)
         if not commit:
             self._call_after(previous, previous)
             self._raise_called_off(staged.version, reason)
         fault = self._write(work, cargo.record, previous)
         self._conclude(staged, fault, max(deadline, time.monotonic() + self.options.lease_s))
+
+    def _abandon(self, staged: Staged, exc: BaseException) -> None:
+        """Interrupted between vote and decision: called off where that is still possible, else this rank is tainted."""
+        _, ranks, _ = self._parts
+        self._end(staged)
+        if self.rank == 0:
+            self._refuse_round(staged.round, staged.version, exc)
+        if self.rank or ranks.committed:
+            self._taint = self._taint or f"interrupted after the vote: {type(exc).__name__}"
 
     def _decide(self, staged: Staged, deadline: float) -> tuple[bool, str]:
         _, ranks, _ = self._parts
@@ -464,6 +477,7 @@ class Subscriber:
         """All ranks have installed, or the replica is tainted on all of them."""
         _, ranks, _ = self._parts
         reason = "" if fault is None else f"{type(fault).__name__}: {fault}"[:1024]
+        self._taint = self._taint or "interrupted before all ranks had answered"
         mine = Installed(
             round=staged.round, rank=self.rank, agree=fault is None, reason=reason, source=staged.cargo.source
         )
@@ -504,7 +518,7 @@ class Subscriber:
             self._acknowledge("failed", version, reason)
 
     def _discard(self, staged: Staged, reason: str) -> None:
-        with self._busy:
+        with self._exclusive(time.monotonic() + self.options.lease_s):
             if not staged.over:
                 self._end(staged)
                 text = VersionAborted(reason, version=staged.version, reason=reason)
@@ -530,7 +544,7 @@ class Subscriber:
                 nap = min(nap * 2, 0.5)
 
     def _call_after(self, previous: int | None, version: int | None) -> None:
-        if self._after_install is not None and version is not None:
+        if self._after_install is not None:
             self._after_install(previous, version)
 
     def _acknowledgement(self, state: str, number: int, reason: str = "") -> Ack:
@@ -574,25 +588,3 @@ class Subscriber:
             retries=haul.retries,
             refused=dict(haul.refused),
         )
-
-
-def _number(version: Number) -> int | None:
-    return version.number if isinstance(version, Version) else version
-
-
-def _check_arguments(
-    replica: str | None, rank: int, world_size: int, sources: Sequence[str], stage: str, serve: str, prefetch: bool
-) -> None:
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise InvalidArgument(f"rank={rank} of world_size={world_size}: rank must be 0 to world_size - 1")
-    if world_size > 1 and replica is None:
-        raise InvalidArgument(f"world_size={world_size} without replica=: give all ranks of one engine one name")
-    unknown = [source for source in sources if source not in ("peer", "trainer")]
-    if unknown or not sources:
-        raise InvalidArgument(f'sources={tuple(sources)!r}: this release knows "peer" and "trainer"')
-    if stage != "device":
-        raise InvalidArgument(f'stage={stage!r}: this release has "device"')
-    if prefetch:
-        raise InvalidArgument("prefetch=True is not in this release: call stage() early and install() later")
-    if serve not in ("stage", "off"):
-        raise InvalidArgument(f'serve={serve!r}: this release has "stage" and "off"')

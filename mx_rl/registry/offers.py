@@ -205,14 +205,15 @@ def _nothing(
     )
 
 
-def readers_of(policy: Policy, source: Source, now: float) -> list[str]:
-    """Replicas whose lease is on a version older than the newest READY one that lies in this slot or stage."""
+def readers_of(policy: Policy, source: Source, now: float, *, closing: bool = False) -> list[str]:
+    """Replicas whose lease is on a version older than the newest READY one (or on any: ``closing``) that lies in this
+    slot or stage."""
     newest = policy.newest()
     top = newest.record.number if newest is not None else 0
     place = (source.agent, source.region)
     found = []
     for name, lease in policy.leases.items():
-        if lease.number >= top or lease.until < now:
+        if (lease.number >= top and not closing) or lease.until < now:
             continue
         version = policy.versions.get(lease.number)
         sources: list[Source] = []
@@ -228,7 +229,7 @@ def readers_of(policy: Policy, source: Source, now: float) -> list[str]:
 
 
 def await_free(policy: Policy, command: AwaitFree, now: float, *, final: bool) -> Free | None:
-    readers = readers_of(policy, command.source, now)
+    readers = readers_of(policy, command.source, now, closing=command.closing)
     if readers and not final and command.wait > 0:
         return None
     hold = policy.hold

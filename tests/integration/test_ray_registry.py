@@ -180,10 +180,14 @@ def test_no_answer_says_ready_before_the_floor_is_written(registry: RayRegistry)
     outcome = registry.call(commit, timeout=60.0).result
     assert isinstance(outcome, Outcome)
     assert outcome.state == "ready"
-    from ray.experimental import internal_kv
-
     key = f"floor:{SHARED_NAMESPACE}:{registry._name}:{POLICY}".encode()
-    assert internal_kv._internal_kv_exists(key, namespace=KV_NAMESPACE)
+
+    def written(_: Any) -> bool:
+        from ray.experimental import internal_kv
+
+        return bool(internal_kv._internal_kv_exists(key, namespace=KV_NAMESPACE))
+
+    assert ray.get(handle.__ray_call__.remote(written), timeout=60.0)
 
 
 def test_it_works_from_sync_and_async_actors_and_from_their_threads(registry: RayRegistry) -> None:

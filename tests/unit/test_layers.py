@@ -19,7 +19,7 @@ ROOT = Path(mx_rl.__file__).parent
 LAYERS = [
     "__init__ errors",
     "config columns copies deadline",
-    "records replica holds reports",
+    "records replica holds reports target",
     "transport.base registry.base",
     "tensors arena runs seat",
     "table",
