@@ -31,9 +31,9 @@ class GrpoTrainer(Trainer):
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=self.settings.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True
         )
-        # Full speed for the first half, then down to nothing: at full speed the policy goes on jumping about its optimum.
-        half = self.settings.steps / 2
-        self.schedule = LambdaLR(self.optimizer, lambda step: min(1.0, (self.settings.steps - step) / half))
+        # Full speed for two thirds, then down to nothing: at full speed the policy goes on jumping about its optimum.
+        last = self.settings.steps / 3
+        self.schedule = LambdaLR(self.optimizer, lambda step: min(1.0, (self.settings.steps - step) / last))
         return self.model
 
     def train_step(self, groups: Sequence[Group], rewards: Sequence[Sequence[float]]) -> dict[str, float]:
