@@ -38,7 +38,7 @@ Open = Callable[[], Registry]
 """One more door to the same registry."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_up() -> Iterator[None]:
     ray = pytest.importorskip("ray")
     mine = not ray.is_initialized()
