@@ -31,7 +31,7 @@ from mx_rl.registry.base import Registry
 from mx_rl.registry.memory import MemoryRegistry
 from tests.support.registry_lab import POLICY, Lab, error, source
 
-LEASE_S = 2.0
+LEASE_S = 6.0
 ROOT = str(Path(__file__).resolve().parents[2])
 
 Open = Callable[[], Registry]
