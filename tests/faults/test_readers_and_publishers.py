@@ -10,35 +10,9 @@ from mx_rl.errors import MxRLError, Tainted
 from mx_rl.registry.memory import MemoryRegistry
 from tests.support.actors import RolloutRank, TrainerRank
 from tests.support.procs import Child
-from tests.support.socket_registry import RegistryServer
 
 SHAPES = {"a": (1024, 512), "b": (2048, 1024), "c": (7,)}
 BIG = {"a": (16384, 1024)}
-
-
-@pytest.fixture
-def server():
-    server = RegistryServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def children():
-    """Children made in a test end with it, whatever happened."""
-    found: list[Child] = []
-
-    def make(*args, **named):
-        child = Child(*args, **named)
-        found.append(child)
-        return child
-
-    yield make
-    for child in found:
-        if child.process.is_alive():
-            os.kill(child.pid, signal.SIGCONT)
-    for child in found:
-        child.stop()
 
 
 def sync_all(readers, at_least, timeout=60.0):

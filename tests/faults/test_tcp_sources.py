@@ -13,38 +13,11 @@ import pytest
 
 import mx_rl
 from tests.support.actors import RolloutRank, TrainerRank
-from tests.support.procs import Child
-from tests.support.socket_registry import RegistryServer
 from tests.support.stopping import StoppingReader
 
 BIG = {"a": (12288, 1024)}  # 48 windows of 1 MiB
 TCP = {"UCX_TLS": "tcp"}
 LATE_S = 1.5
-
-
-@pytest.fixture
-def server():
-    server = RegistryServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def children():
-    """Children made in a test end with it, whatever happened."""
-    found: list[Child] = []
-
-    def make(*args, **named):
-        child = Child(*args, **named)
-        found.append(child)
-        return child
-
-    yield make
-    for child in found:
-        if child.process.is_alive():
-            os.kill(child.pid, signal.SIGCONT)
-    for child in found:
-        child.stop()
 
 
 @pytest.mark.parametrize("lane", ["auto", "read"])
