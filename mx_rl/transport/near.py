@@ -84,8 +84,8 @@ class NearReceiver(Receiver):
         return self._wire.connect(record)
 
     def _lives_here(self, record: EndpointRecord) -> bool:
-        devices = [region.device for region in (*record.regions, *self._regions)]
-        return record.place == here() and all(device == "cpu" for device in devices)
+        devices = {region.device for region in record.regions} | {region.device for region in self._regions}
+        return record.place == here() and devices <= {"cpu"}
 
     @property
     def settled(self) -> bool:
