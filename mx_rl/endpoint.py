@@ -43,6 +43,9 @@ log = logging.getLogger("mx_rl")
 CALL_TIMEOUT_S = 30.0
 """For a command whose answer is not held; Ray needs a few seconds to restart the registry's actor."""
 
+SLACK_S = 2.0
+"""How far an answer of the registry may come behind the end of the call that needs it."""
+
 _IDLE_SLEEP_S = 0.005
 _BUSY_SLEEP_S = 0.0002
 
@@ -224,9 +227,19 @@ class Member:
         self._records: dict[str, EndpointRecord] = {}
         endpoint.add(self)
 
-    def ask(self, command: AnyCommand, kind: type[T] | None = None, *, timeout: float | None = None) -> T:
-        """Send a command, and return its result or raise what it was refused with."""
+    def ask(
+        self,
+        command: AnyCommand,
+        kind: type[T] | None = None,
+        *,
+        timeout: float | None = None,
+        until: float | None = None,
+    ) -> T:
+        """Send a command, and return its result or raise what it was refused with. ``until`` is the end of the call that
+        needs it, on the monotonic clock: RegistryLost soon after that."""
         limit = command.wait + CALL_TIMEOUT_S if timeout is None else timeout
+        if until is not None:
+            limit = min(limit, max(until - time.monotonic(), 0.0) + SLACK_S)
         deadline = time.monotonic() + limit
         for _ in range(3):
             answer = self.endpoint.registry.call(command, timeout=max(deadline - time.monotonic(), 0.1))
@@ -277,17 +290,17 @@ class Member:
     def put(self, key: str, data: bytes) -> None:
         self.ask(PutBlob(policy=self.policy, key=key, data=data, owner=self.incarnation))
 
-    def blobs(self, keys: Sequence[str]) -> dict[str, bytes]:
+    def blobs(self, keys: Sequence[str], *, until: float | None = None) -> dict[str, bytes]:
         """Those of ``keys`` that the registry knows."""
         if not keys:
             return {}
-        return self.ask(GetBlobs(policy=self.policy, keys=tuple(keys)), Blobs).blobs
+        return self.ask(GetBlobs(policy=self.policy, keys=tuple(keys)), Blobs, until=until).blobs
 
-    def endpoint_record(self, agent: str) -> EndpointRecord:
+    def endpoint_record(self, agent: str, *, until: float | None = None) -> EndpointRecord:
         """Raises PeerLost where the registry no longer knows the agent: it has left or died."""
         record = self._records.get(agent)
         if record is None:
-            data = self.blobs([agent]).get(agent)
+            data = self.blobs([agent], until=until).get(agent)
             if data is None:
                 raise PeerLost(f"agent {agent} has left: the registry holds no endpoint record of it", peer=agent)
             record = decode(data, EndpointRecord)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
-
 from mx_rl.claim import name_ranks
 from mx_rl.endpoint import Member, seat_key
 from mx_rl.errors import IncompleteVersion, SeatTaken
 from mx_rl.layout import RankLayout
+from mx_rl.patience import Patience
 from mx_rl.ranks import Ranks
 from mx_rl.records import Join, ReplicaSeats, encode
 from mx_rl.staging import Staging
-
-_POLL_S = 10.0
 
 
 class Membership:
@@ -32,7 +29,7 @@ class Membership:
         """Of all ranks; None where there is only this one."""
         return self._seats if self._ranks.ranks > 1 else None
 
-    def join(self, *, wait: float = 0.0) -> ReplicaSeats:
+    def join(self, *, wait: float = 0.0, until: float | None = None) -> ReplicaSeats:
         """Take the seat, and hear who has the others. Raises SeatTaken where the seat's holder answers."""
         self._announce()
         command = Join(
@@ -47,7 +44,7 @@ class Membership:
             wait=wait,
         )
         try:
-            self._seats = self._member.ask(command, ReplicaSeats)
+            self._seats = self._member.ask(command, ReplicaSeats, until=until)
         except SeatTaken as exc:
             if not self._member.report_if_dead(exc.fields.get("holder", "")):
                 raise
@@ -64,7 +61,7 @@ class Membership:
             self._staging.layout = layout
             self.join()
 
-    def meet(self, deadline: float) -> bool:
+    def meet(self, patience: Patience) -> bool:
         """All ranks have joined, and those who must talk are connected. True where another process took a rank's seat
         since the last call, or a rank is amiss. Raises IncompleteVersion with who has not joined."""
         ranks = self._ranks
@@ -72,15 +69,15 @@ class Membership:
             return False
         renewed = ranks.newcomers()
         while self._seats is None or not self._seats.open or not ranks.connected:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            patience.check()
+            if patience.over:
                 missing = [rank for rank, agent in enumerate(self._seats.agents if self._seats else ()) if not agent]
                 raise IncompleteVersion(
                     f"replica {self.replica!r}: rank(s) {name_ranks(missing)} of {ranks.ranks} have not joined",
                     version=None,
                     missing=missing,
                 )
-            seats = self.join(wait=min(left, _POLL_S))
+            seats = self.join(wait=patience.poll(), until=patience.until)
             if seats.open:
                 ranks.connect(seats, self._member)
         return renewed

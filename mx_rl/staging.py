@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mx_rl.endpoint import Member, seat_key
@@ -15,6 +15,7 @@ from mx_rl.errors import MxRLError, RegistryLost, VersionGone
 from mx_rl.fetch import Fetch, Haul, Progress, suppliers
 from mx_rl.landing import Landing
 from mx_rl.layout import RankLayout, WorldLayout
+from mx_rl.patience import Patience
 from mx_rl.plan import Plan, make_plan
 from mx_rl.records import Dead, ReplicaSeats, Round, Source, VersionRecord, encode
 
@@ -29,6 +30,7 @@ class Cargo:
     plan: Plan
     landing: Landing
     haul: Haul
+    layout: str  # hash of the rank layout that it was planned for
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -88,16 +90,16 @@ class Staging:
         if self._world is not None:
             self._member.put(*self._world)
 
-    def load(self, told: Round, seats: ReplicaSeats | None, deadline: float) -> Cargo:
-        """Bring the version of this round into the stage.
+    def load(self, told: Round, seats: ReplicaSeats | None, patience: Patience, moved: Callable[[int], None]) -> Cargo:
+        """Bring the version of this round into the stage; ``moved`` is told how many windows are here.
 
         Raises LayoutMismatch and its kinds before a byte moves; VersionGone, PeerLost, RegistryLost where sources fail.
         """
         assert told.record is not None
         begun = time.monotonic()
-        plan = self._plan(told.record, seats)
+        plan = self._plan(told.record, seats, patience.until)
         planned = time.monotonic()
-        cargo = self._move(told, told.record, plan, deadline)
+        cargo = self._move(told, told.record, plan, patience, moved)
         cargo.seconds |= {"plan": planned - begun, "move": time.monotonic() - planned}
         return cargo
 
@@ -105,28 +107,33 @@ class Staging:
         for landing in (*self._quarantine, self.landing):
             landing.close()
 
+    def take_dead(self) -> tuple[str, ...]:
+        """Agents that were found dead since the last call, to be told with a resolve."""
+        dead, self.dead = tuple(self.dead), []
+        return dead
+
     # ---- plan
 
-    def _plan(self, record: VersionRecord, seats: ReplicaSeats | None) -> Plan:
+    def _plan(self, record: VersionRecord, seats: ReplicaSeats | None, until: float) -> Plan:
         replica = seats.layouts if seats is not None else (self.layout.hash,)
         key = (record.layout, self.layout.hash, str(record.window_bytes), *replica)
         plan = self._plans.get(key)
         if plan is None:
-            world = self._blobs([record.layout], "world layout")[0]
+            world = self._blobs([record.layout], "world layout", until)[0]
             self._world = (record.layout, world)
             plan = make_plan(
                 WorldLayout.decode(world),
                 self.layout,
                 window_bytes=record.window_bytes,
-                replica=[RankLayout.decode(data) for data in self._blobs(replica, "layout of the replica")],
+                replica=[RankLayout.decode(data) for data in self._blobs(replica, "layout of the replica", until)],
                 strict=self._strict,
                 allow_missing=self._allow_missing,
             )
             self._plans = {key: plan}
         return plan
 
-    def _blobs(self, names: Sequence[str], what: str) -> list[bytes]:
-        found = self._member.blobs(sorted(set(names)))
+    def _blobs(self, names: Sequence[str], what: str, until: float) -> list[bytes]:
+        found = self._member.blobs(sorted(set(names)), until=until)
         for name in names:
             if name not in found:
                 raise VersionGone(f"the {what} {name} has left the registry with the rank that put it", version=None)
@@ -134,7 +141,9 @@ class Staging:
 
     # ---- move
 
-    def _move(self, told: Round, record: VersionRecord, plan: Plan, deadline: float) -> Cargo:
+    def _move(
+        self, told: Round, record: VersionRecord, plan: Plan, patience: Patience, moved: Callable[[int], None]
+    ) -> Cargo:
         landing = self._landing_for(plan)
         order = f"{record.layout}/{self.layout.hash}/{record.window_bytes}"
         progress = self._progress
@@ -153,13 +162,14 @@ class Staging:
             progress,
             found,
             haul=haul,
-            lookup=self._member.endpoint_record,
+            lookup=lambda agent: self._member.endpoint_record(agent, until=patience.until),
             replace=self._replace,
-            stall_s=self._member.endpoint.options.stall_s,
+            patience=patience,
+            moved=moved,
         )
         begun, before = time.monotonic(), len(progress.confirmed)
         try:
-            fetch.run(deadline)
+            fetch.run()
         except MxRLError as exc:
             self._note_failure(exc, time.monotonic() - begun, len(progress.confirmed) - before, len(plan.window_bounds))
             if self._rank:
@@ -171,7 +181,7 @@ class Staging:
         self.lost = 0
         self.read_s = time.monotonic() - begun
         self._progress = None
-        return Cargo(record, plan, progress.landing, haul)
+        return Cargo(record, plan, progress.landing, haul, self.layout.hash)
 
     def _note_failure(self, exc: MxRLError, spent: float, moved: int, total: int) -> None:
         self.read_s = spent * total / moved if moved else max(self.read_s, spent)
