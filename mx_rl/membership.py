@@ -61,6 +61,11 @@ class Membership:
             self._staging.layout = layout
             self.join()
 
+    @property
+    def met(self) -> bool:
+        """All ranks have joined, and those who must talk are connected."""
+        return self._ranks.ranks == 1 or (self._seats is not None and self._seats.open and self._ranks.connected)
+
     def meet(self, patience: Patience) -> bool:
         """All ranks have joined, and those who must talk are connected. True where another process took a rank's seat
         since the last call, or a rank is amiss. Raises IncompleteVersion with who has not joined."""
@@ -68,18 +73,18 @@ class Membership:
         if ranks.ranks == 1:
             return False
         renewed = ranks.newcomers()
-        while self._seats is None or not self._seats.open or not ranks.connected:
+        while not self.met:
             patience.check()
-            if patience.over:
-                missing = [rank for rank, agent in enumerate(self._seats.agents if self._seats else ()) if not agent]
+            seats = self.join(wait=patience.poll(), until=patience.until)
+            if seats.open:
+                ranks.connect(seats, self._member)
+            elif patience.over:
+                missing = [rank for rank, agent in enumerate(seats.agents) if not agent]
                 raise IncompleteVersion(
                     f"replica {self.replica!r}: rank(s) {name_ranks(missing)} of {ranks.ranks} have not joined",
                     version=None,
                     missing=missing,
                 )
-            seats = self.join(wait=patience.poll(), until=patience.until)
-            if seats.open:
-                ranks.connect(seats, self._member)
         return renewed
 
     def _announce(self) -> None:

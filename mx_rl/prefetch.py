@@ -6,7 +6,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 
-from mx_rl.errors import MxRLError
+from mx_rl.errors import Busy, Closed, IncompleteVersion, MxRLError
 from mx_rl.patience import Patience
 
 log = logging.getLogger("mx_rl")
@@ -39,6 +39,7 @@ class Prefetch:
         self._subscriber = subscriber
         self._poked = threading.Event()
         self._stopped = threading.Event()
+        self._news = Patience(_NEWS_S)
         self._thread = threading.Thread(target=self._run, name="mx-rl-prefetch", daemon=True)
         self._thread.start()
 
@@ -49,6 +50,7 @@ class Prefetch:
         """Returns at once; ``join`` waits."""
         self._stopped.set()
         self._poked.set()
+        self._news.stop(Closed(f"{self._what}: closed"))
 
     def join(self, timeout: float) -> bool:
         """Whether the thread has ended."""
@@ -64,8 +66,15 @@ class Prefetch:
                 self._poked.wait()
                 continue
             try:
-                staged = self._subscriber._await_news(Patience(_NEWS_S)) and self._subscriber._stage_ahead()
+                self._news = Patience(_NEWS_S)
+                staged = (
+                    not self._stopped.is_set()
+                    and self._subscriber._await_news(self._news)
+                    and self._subscriber._stage_ahead()
+                )
                 text = ""
+            except (Busy, IncompleteVersion) as exc:  # a call has, or wants, the stage; or a rank has not come yet
+                staged, text = False, type(exc).__name__
             except MxRLError as exc:  # the next sync meets it again, and raises it
                 staged, text = False, f"{type(exc).__name__}: {exc}"
                 if text != said and not self._stopped.is_set() and not self._subscriber._idle():

@@ -167,7 +167,7 @@ class Ranks:
 
     def tell_progress(self, number: int, windows: int, *, whole: bool = False) -> None:
         """So many windows of this rank's part are here. Cheap: what nobody needs to hear yet is not sent."""
-        if self.ranks == 1:
+        if self.ranks == 1 and not whole:
             return
         mine = Moved(round=number, rank=self.rank, windows=windows, whole=whole)
         if self.rank == 0:

@@ -11,21 +11,21 @@ from mx_rl.staging import Cargo
 from mx_rl.twins import run
 
 if TYPE_CHECKING:
-    from mx_rl.subscriber import Subscriber
+    from mx_rl.switch import Switch
 
 
 class Staged:
     """A version that waits in the stage. ``install()`` switches to it, ``discard()`` gives it up; either ends the
     round."""
 
-    def __init__(self, subscriber: Subscriber, told: Round, cargo: Cargo) -> None:
+    def __init__(self, switch: Switch, told: Round, cargo: Cargo) -> None:
         self.version = cargo.record.number
         self.round = told.round
         self.cargo = cargo
         self.over = False
         self.ahead = told.ahead
         """Fetched by the prefetch, and asked for by no call yet."""
-        self._subscriber = subscriber
+        self._switch = switch
 
     def install(self, *, timeout: float = 60.0) -> SyncReport:
         """Switch to this version, all ranks of the replica or none. Waits until every rank has staged its part and was
@@ -34,13 +34,13 @@ class Staged:
         After ``timeout`` the old version runs on (HoldTimeout, IncompleteVersion). Paused in a pause. Tainted where live
         weights may be mixed.
         """
-        return self._subscriber._install(self, self._subscriber._patience(timeout))
+        return self._switch._install(self, self._switch._patience(timeout))
 
     async def async_install(self, *, timeout: float = 60.0) -> SyncReport:
         """``install`` without blocking the event loop; cancelled as ``Subscriber.async_sync`` is."""
-        patience = self._subscriber._patience(timeout, stoppable=True)
-        return await run(lambda: self._subscriber._install(self, patience), stop=lambda: patience.stop(Cancelled()))
+        patience = self._switch._patience(timeout, stoppable=True)
+        return await run(lambda: self._switch._install(self, patience), stop=lambda: patience.stop(Cancelled()))
 
     def discard(self) -> None:
         """Give the version up on all ranks. Idempotent."""
-        self._subscriber._discard(self, "discarded")
+        self._switch._discard(self, "discarded")

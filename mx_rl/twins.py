@@ -46,9 +46,9 @@ async def run(call: Callable[[], T], *, stop: Callable[[], object] | None = None
         await _until_done(waiting)
         if waiting.exception() is not None:
             raise
-        task = asyncio.current_task()
-        if hasattr(task, "uncancel"):  # Python 3.11: the request to cancel came too late, and is answered so
-            task.uncancel()
+        uncancel = getattr(asyncio.current_task(), "uncancel", None)  # from Python 3.11 on
+        if uncancel is not None:
+            uncancel()  # the request came too late, and is answered so
         return waiting.result()
 
 
