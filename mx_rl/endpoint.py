@@ -11,7 +11,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
 from mx_rl import errors
@@ -221,25 +222,19 @@ class Member:
         self.floor = 0
         self._reassert = reassert
         self._telling = threading.Lock()
+        self._bounds = threading.local()
         self._teller = 0  # the thread that is telling the registry what we hold
         self._boot: int | None = None
         self._stale = False
         self._records: dict[str, EndpointRecord] = {}
         endpoint.add(self)
 
-    def ask(
-        self,
-        command: AnyCommand,
-        kind: type[T] | None = None,
-        *,
-        timeout: float | None = None,
-        until: float | None = None,
-    ) -> T:
-        """Send a command, and return its result or raise what it was refused with. ``until`` is the end of the call that
-        needs it, on the monotonic clock: RegistryLost soon after that."""
+    def ask(self, command: AnyCommand, kind: type[T] | None = None, *, timeout: float | None = None) -> T:
+        """Send a command, and return its result or raise what it was refused with."""
         limit = command.wait + CALL_TIMEOUT_S if timeout is None else timeout
-        if until is not None:
-            limit = min(limit, max(until - time.monotonic(), 0.0) + SLACK_S)
+        end = getattr(self._bounds, "end", None)
+        if end is not None:
+            limit = min(limit, max(end() - time.monotonic(), 0.0) + SLACK_S)
         deadline = time.monotonic() + limit
         for _ in range(3):
             answer = self.endpoint.registry.call(command, timeout=max(deadline - time.monotonic(), 0.1))
@@ -260,6 +255,17 @@ class Member:
         if kind is not None and not isinstance(result, kind):
             raise errors.CorruptRecord(f"the registry answered {type(command).__name__} with {type(result).__name__}")
         return result  # type: ignore[return-value]
+
+    @contextmanager
+    def bounded(self, end: Callable[[], float]) -> Iterator[None]:
+        """The body is a call that ends by ``end()``, on the monotonic clock: what it asks of a registry that is away ends
+        soon after that. Of this thread only."""
+        outer = getattr(self._bounds, "end", None)
+        self._bounds.end = end
+        try:
+            yield
+        finally:
+            self._bounds.end = outer
 
     def beat(self) -> None:
         """Called by the lease thread. A registry that is away is no fault of ours: the next beat tells it again."""
@@ -290,17 +296,17 @@ class Member:
     def put(self, key: str, data: bytes) -> None:
         self.ask(PutBlob(policy=self.policy, key=key, data=data, owner=self.incarnation))
 
-    def blobs(self, keys: Sequence[str], *, until: float | None = None) -> dict[str, bytes]:
+    def blobs(self, keys: Sequence[str]) -> dict[str, bytes]:
         """Those of ``keys`` that the registry knows."""
         if not keys:
             return {}
-        return self.ask(GetBlobs(policy=self.policy, keys=tuple(keys)), Blobs, until=until).blobs
+        return self.ask(GetBlobs(policy=self.policy, keys=tuple(keys)), Blobs).blobs
 
-    def endpoint_record(self, agent: str, *, until: float | None = None) -> EndpointRecord:
+    def endpoint_record(self, agent: str) -> EndpointRecord:
         """Raises PeerLost where the registry no longer knows the agent: it has left or died."""
         record = self._records.get(agent)
         if record is None:
-            data = self.blobs([agent], until=until).get(agent)
+            data = self.blobs([agent]).get(agent)
             if data is None:
                 raise PeerLost(f"agent {agent} has left: the registry holds no endpoint record of it", peer=agent)
             record = decode(data, EndpointRecord)

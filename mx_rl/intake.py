@@ -176,7 +176,7 @@ class Intake(Switch, Prefetched):
         self._member.ask(told, timeout=10.0)
 
     def _fix_ahead(self, patience: Patience) -> Round | None:
-        found: AnyResult = self._member.ask(self._resolve(None, None, 0.0), until=patience.until)
+        found: AnyResult = self._member.ask(self._resolve(None, None, 0.0))
         patience.check()
         return self._offer(found, None, ahead=True) if isinstance(found, Target) else None
 
@@ -213,7 +213,7 @@ class Intake(Switch, Prefetched):
         while True:
             patience.check()
             wait = 0.0 if content else patience.poll()
-            found: AnyResult = self._member.ask(self._resolve(at_least, exactly, wait), until=patience.until)
+            found: AnyResult = self._member.ask(self._resolve(at_least, exactly, wait))
             if isinstance(found, Target):
                 patience.check()
                 return self._offer(found, exactly)

@@ -29,7 +29,7 @@ class Membership:
         """Of all ranks; None where there is only this one."""
         return self._seats if self._ranks.ranks > 1 else None
 
-    def join(self, *, wait: float = 0.0, until: float | None = None) -> ReplicaSeats:
+    def join(self, *, wait: float = 0.0) -> ReplicaSeats:
         """Take the seat, and hear who has the others. Raises SeatTaken where the seat's holder answers."""
         self._announce()
         command = Join(
@@ -44,7 +44,7 @@ class Membership:
             wait=wait,
         )
         try:
-            self._seats = self._member.ask(command, ReplicaSeats, until=until)
+            self._seats = self._member.ask(command, ReplicaSeats)
         except SeatTaken as exc:
             if not self._member.report_if_dead(exc.fields.get("holder", "")):
                 raise
@@ -75,7 +75,7 @@ class Membership:
         renewed = ranks.newcomers()
         while not self.met:
             patience.check()
-            seats = self.join(wait=patience.poll(), until=patience.until)
+            seats = self.join(wait=patience.poll())
             if seats.open:
                 ranks.connect(seats, self._member)
             elif patience.over:

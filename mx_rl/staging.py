@@ -97,7 +97,7 @@ class Staging:
         """
         assert told.record is not None
         begun = time.monotonic()
-        plan = self._plan(told.record, seats, patience.until)
+        plan = self._plan(told.record, seats)
         planned = time.monotonic()
         cargo = self._move(told, told.record, plan, patience, moved)
         cargo.seconds |= {"plan": planned - begun, "move": time.monotonic() - planned}
@@ -114,26 +114,26 @@ class Staging:
 
     # ---- plan
 
-    def _plan(self, record: VersionRecord, seats: ReplicaSeats | None, until: float) -> Plan:
+    def _plan(self, record: VersionRecord, seats: ReplicaSeats | None) -> Plan:
         replica = seats.layouts if seats is not None else (self.layout.hash,)
         key = (record.layout, self.layout.hash, str(record.window_bytes), *replica)
         plan = self._plans.get(key)
         if plan is None:
-            world = self._blobs([record.layout], "world layout", until)[0]
+            world = self._blobs([record.layout], "world layout")[0]
             self._world = (record.layout, world)
             plan = make_plan(
                 WorldLayout.decode(world),
                 self.layout,
                 window_bytes=record.window_bytes,
-                replica=[RankLayout.decode(data) for data in self._blobs(replica, "layout of the replica", until)],
+                replica=[RankLayout.decode(data) for data in self._blobs(replica, "layout of the replica")],
                 strict=self._strict,
                 allow_missing=self._allow_missing,
             )
             self._plans = {key: plan}
         return plan
 
-    def _blobs(self, names: Sequence[str], what: str, until: float) -> list[bytes]:
-        found = self._member.blobs(sorted(set(names)), until=until)
+    def _blobs(self, names: Sequence[str], what: str) -> list[bytes]:
+        found = self._member.blobs(sorted(set(names)))
         for name in names:
             if name not in found:
                 raise VersionGone(f"the {what} {name} has left the registry with the rank that put it", version=None)
@@ -162,7 +162,7 @@ class Staging:
             progress,
             found,
             haul=haul,
-            lookup=lambda agent: self._member.endpoint_record(agent, until=patience.until),
+            lookup=self._member.endpoint_record,
             replace=self._replace,
             patience=patience,
             moved=moved,

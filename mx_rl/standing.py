@@ -114,7 +114,8 @@ class Standing:
                 check_open(self._closed, f"Subscriber({self.policy!r})")
                 if self._paused:
                     raise self._paused_error()
-                yield
+                with self._member.bounded(lambda: patience.until):
+                    yield
             finally:
                 self._current = outer
                 self._busy.release()
