@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from mx_rl.registry.memory import MemoryRegistry
 from tests.support.local import FAST, together
 from tests.support.until import until
 
+PATIENT = replace(FAST, stall_s=5.0, beat_s=0.5)
 COUNT = 40_000  # forty windows, of which four are posted at a time
 
 
@@ -23,12 +25,12 @@ def registry():
 
 @pytest.fixture
 def pub(registry):
-    with Publisher("p", {"w": torch.ones(COUNT)}, registry=registry, options=FAST) as pub:
+    with Publisher("p", {"w": torch.ones(COUNT)}, registry=registry, options=PATIENT) as pub:
         yield pub
 
 
 def subscriber(registry, **named):
-    return Subscriber("p", {"w": torch.zeros(COUNT)}, registry=registry, options=FAST, **named)
+    return Subscriber("p", {"w": torch.zeros(COUNT)}, registry=registry, options=PATIENT, **named)
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def sub(registry):
 
 @pytest.fixture
 def slow(pub, sub):
-    """Reads of the publisher take 0.1 s each, four at a time: a second for the whole."""
+    """Reads of the publisher take 0.1 s each, a header after every four windows: more than a second for the whole."""
     pub.wait(pub.publish(), replicas=0)
     network, agent = sub._endpoint.transport.network, pub._ring.served.name
     network.delay(agent, 0.1)
@@ -48,9 +50,9 @@ def slow(pub, sub):
 
 
 def test_what_makes_progress_goes_on_beyond_its_timeout(slow, sub):
-    report = sub.sync(timeout=0.4)
+    report = sub.sync(timeout=0.8)
     assert report.kind == "full"
-    assert report.seconds["move"] > 0.5
+    assert report.seconds["move"] > 0.8
 
 
 def test_a_deadline_is_the_end_of_the_whole_whatever_moves(slow, sub):
@@ -68,11 +70,11 @@ def test_a_source_that_moves_nothing_is_left_after_the_stall_timeout_of_the_call
     try:
         with pytest.raises(MxRLError):
             sub.sync(timeout=0.1, stall_timeout=0.05)
-        assert time.monotonic() - begun < FAST.stall_s + 0.1, "not after the stall time of the options"
+        assert time.monotonic() - begun < PATIENT.stall_s, "not after the stall time of the options"
         staged = []
-        waiting = threading.Thread(target=lambda: staged.append(sub.sync(timeout=10, stall_timeout=10)))
+        waiting = threading.Thread(target=lambda: staged.append(sub.sync(timeout=10, stall_timeout=60)))
         waiting.start()
-        threading.Event().wait(3 * FAST.stall_s)
+        threading.Event().wait(0.5)
     finally:
         network.release(agent)
     waiting.join(20)
@@ -87,7 +89,7 @@ def test_a_rank_that_waits_for_a_slower_one_goes_on_as_long_as_that_makes_progre
             "p",
             {"w": Shard(live[low:high], shape=(COUNT,), offset=(low,))},
             registry=registry,
-            options=FAST,
+            options=PATIENT,
             replica="tp",
             rank=rank,
             world_size=2,
@@ -97,8 +99,8 @@ def test_a_rank_that_waits_for_a_slower_one_goes_on_as_long_as_that_makes_progre
     reports = together(*[lambda sub=sub: sub.sync(timeout=0.6) for sub in subs])
     assert [getattr(report, "kind", report) for report in reports] == ["full", "full"]
     assert live.eq(1).all()
-    assert reports[0].seconds["ranks"] > 0.6, "rank 0 waited for rank 1"
-    assert reports[0].seconds["pause"] < 0.3, "and not with its holds shut"
+    waited, paused = (reports[0].seconds[name] for name in ("ranks", "pause"))
+    assert waited > 0.6 > paused, "rank 0 waited for rank 1, and not with its holds shut"
     for sub in subs:
         sub.close()
 
@@ -167,7 +169,7 @@ def test_a_rank_that_is_stopped_before_its_vote_leaves_all_as_it_was(registry, p
     pub.wait(version, replicas=0)
     ends = []
     calls = [
-        threading.Thread(target=lambda sub=sub: ends.append(together(lambda: sub.sync(timeout=2)))) for sub in subs
+        threading.Thread(target=lambda sub=sub: ends.append(together(lambda: sub.sync(timeout=20)))) for sub in subs
     ]
     for call in calls:
         call.start()

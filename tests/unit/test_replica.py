@@ -67,6 +67,7 @@ def test_a_prefetch_takes_versions_only_and_a_call_answers_nothing_newer_first()
     follower.receive(_round(1))
     assert follower.next_part is None, "nothing newer is left for a call"
     follower.receive(_version(2, ahead=True))
+    assert follower.next_round.round == 1
     assert follower.take_part().round == 2
     assert follower.next_round.round == 1, "rank 0 answered its call so, though it has fetched ahead since"
     assert follower.take().round == 1
