@@ -276,7 +276,8 @@ class WorldLayout:
 
     def offset_at(self, tensor: Ints, row: Ints) -> Ints:
         """Where boxes lie in their rank's arena: by tensor and row of its pattern."""
-        return self.offsets[self.box_starts[tensor] + row - self.patterns.starts[self.pattern_of[tensor]]]
+        found: Ints = self.offsets[self.box_starts[tensor] + row - self.patterns.starts[self.pattern_of[tensor]]]
+        return found
 
     @cached_property
     def boxes(self) -> WorldBoxes:

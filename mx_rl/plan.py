@@ -126,9 +126,7 @@ def make_plan(
     )
 
 
-def _copies(
-    world: WorldLayout, found: Cuttings, these: slice, windows: range, window_bytes: int
-) -> tuple[Part, ...]:
+def _copies(world: WorldLayout, found: Cuttings, these: slice, windows: range, window_bytes: int) -> tuple[Part, ...]:
     """The windows of these pieces as other ranks can fill them."""
     others = world.copy_sets[int(found.copies[these.start])][1:]
     wanted = min(len(others), MAX_COPIES - 1)
@@ -139,7 +137,12 @@ def _copies(
         rank = others[len(others) * (2 * turn + 1) // (2 * wanted)]
         source = world.offset_at(tensor, world.patterns.rows_at(row, rank)) + found.first[these]
         _, runs = byte_runs(
-            found.rank[these], found.pieces.offset[these], source, found.pieces.size[these], found.whole[these], itemsize
+            found.rank[these],
+            found.pieces.offset[these],
+            source,
+            found.pieces.size[these],
+            found.whole[these],
+            itemsize,
         )
         rows, starts, needs, _ = cut(runs, window_bytes)
         parts.append(Part(rank=rank, windows=windows, runs=rows, starts=starts, needs=needs))
