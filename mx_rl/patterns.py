@@ -83,9 +83,15 @@ class Patterns:
 
     def rows_at(self, rows: Ints, rank: int) -> Ints:
         """The rows of boxes equal to those of ``rows`` that ``rank`` holds; it must hold each."""
-        span = int(self.rank.max(initial=0)) + 1
-        keys = self.owner_row[self._by_owner] * span + self.rank[self._by_owner]
-        return self._by_owner[np.searchsorted(keys, self.owner_row[rows] * span + rank)]
+        return self._by_owner[np.searchsorted(self._keys, self.owner_row[rows] * self._span + rank)]
+
+    @cached_property
+    def _span(self) -> int:
+        return int(self.rank.max(initial=0)) + 1
+
+    @cached_property
+    def _keys(self) -> Ints:
+        return self.owner_row[self._by_owner] * self._span + self.rank[self._by_owner]
 
     def problems(self) -> tuple[dict[int, str], dict[int, str]]:
         """By pattern: an overlap, or elements that no box covers, in words."""
