@@ -231,15 +231,15 @@ class Commits:
             self.held = outcome.record or self.held
         self.partners.note(key, outcome)
         if outcome.state == "aborted" and (outcome.steps or outcome.differ):
-            self._failure = self.aborted(outcome)
+            self._failure = self.aborted(key, outcome)
         return outcome
 
-    def aborted(self, outcome: Outcome) -> MxRLError:
+    def aborted(self, key: Key, outcome: Outcome) -> MxRLError:
         text = f"version {outcome.number} was aborted: {outcome.reason}"
         if outcome.steps:
             return StepMismatch(text, version=outcome.number, steps=dict(outcome.steps))
         if outcome.differ:
-            names = self.partners.suspects(outcome)
+            names = self.partners.suspects(outcome, key[1])
             told = (
                 f" (between ranks {outcome.differ[0]} and {outcome.differ[1]}: {', '.join(names[:10])})"
                 if names
@@ -247,8 +247,8 @@ class Commits:
             )
             more = f" and {len(names) - 10} more" if len(names) > 10 else ""
             return ReplicaMismatch(
-                f"{text}{told}{more}. The ranks hold different weights under the same names: their training has drifted "
-                "apart, or one was restored from elsewhere",
+                f"{text}{told}{more}. The ranks hold different values under one name: their training has drifted apart, "
+                "or each keeps its own. Make them equal before publish, or leave them out with shards(exclude=...)",
                 ranks=list(outcome.differ),
                 version=outcome.number,
                 tensors=names,

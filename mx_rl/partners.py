@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -11,15 +11,18 @@ import numpy as np
 import torch
 
 from mx_rl.columns import Ints
-from mx_rl.digest import Sums, box_runs, sum_runs
+from mx_rl.digest import Sums, box_runs, box_sum, sum_runs
 from mx_rl.endpoint import Member
 from mx_rl.errors import MxRLError
 from mx_rl.kernels.reference import weights
 from mx_rl.layout import RankLayout, WorldLayout
 from mx_rl.records import Commit, Outcome
 from mx_rl.shares import Share, Shares
+from mx_rl.tensors import DTYPES, Shard
 
 log = logging.getLogger("mx_rl")
+
+_PIECE_BYTES = 16 << 20
 
 _SIDE = 64
 """Sums of a partner travel as the sums of rows and columns of a table of at most so many of each, 1 KiB together."""
@@ -38,12 +41,32 @@ class Known:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Snapshot:
-    """What was snapshotted: ``layout`` lies in ``block``; ``known`` where that is a share of ``holds``."""
+    """What was snapshotted: ``layout`` lies in ``block``; ``known`` where that is a share of ``holds``. ``checked``: by
+    number, the sums of boxes of which this rank keeps no copy."""
 
     holds: RankLayout
     layout: RankLayout
     block: torch.Tensor
     known: Known | None
+    checked: dict[int, int]
+
+
+def live_sum(layout: RankLayout, row: int, tensors: Mapping[str, Sequence[Shard]]) -> int:
+    """The sum of one box from its live tensor as it would be on the wire, piece by piece."""
+    tensor = int(layout.boxes.tensor[row])
+    shard = tensors[layout.names[tensor]][row - int(layout.starts[tensor])]
+    dtype = DTYPES[layout.dtypes[tensor]]
+    live, begin, size = shard.tensor, list(shard.lo), list(shard.box)
+    if not size:
+        live, begin, size = live.view(1), [0], [1]
+    row_bytes = dtype.itemsize * int(np.prod(size[1:]))
+    step, total = max(_PIECE_BYTES // max(row_bytes, 1), 1), 0
+    for at in range(0, size[0], step):
+        piece = live[at : at + step].to("cpu", dtype).contiguous()
+        data = piece.reshape(-1).view(torch.uint8).numpy()
+        shape = shard.global_shape or (1,)
+        total += box_sum(data, shape, [begin[0] + at, *begin[1:]], piece.shape, dtype.itemsize)
+    return total % (1 << 64)
 
 
 @dataclass
@@ -85,17 +108,26 @@ class Partners:
         known = snapshot.known or self.known
         if known is None or known.epoch != commit.epoch or known.holds != snapshot.holds.hash:
             return commit
-        sums = {other: pack(found) for other, found in self._sums(known, snapshot).items()}
-        return msgspec.structs.replace(commit, basis=known.basis, sums=sums)
+        return msgspec.structs.replace(commit, basis=known.basis, sums=self._sums(known, snapshot, commit.k))
 
-    def suspects(self, outcome: Outcome) -> list[str]:
+    def check(self, known: Known | None, k: int, tensors: Mapping[str, Sequence[Shard]]) -> dict[int, int]:
+        """By number, the sums of the live boxes that this rank keeps no copy of and is drawn to compare in the k-th
+        publish."""
+        if known is None:
+            return {}
+        without, _ = known.shares.checks(self.rank, k)
+        boxes = [box for found in without.values() for box in found.tolist()]
+        return {box: live_sum(known.share.layout, int(known.share.rows[box]), tensors) for box in boxes}
+
+    def suspects(self, outcome: Outcome, k: int) -> list[str]:
         """Names of the tensors that may differ between the first two ranks of ``outcome.differ``: just those that do
         where it is one."""
         known = self.known
         if known is None or len(outcome.differ) < 2 or outcome.basis not in ("", known.basis):
             return []
-        names = known.shares.names(*outcome.differ[:2])
-        return list(dict.fromkeys(names[i] for i in chosen(len(names), outcome.entries)))
+        one, two = outcome.differ[:2]
+        boxes = known.shares.between(min(one, two), max(one, two), k)
+        return list(dict.fromkeys(known.shares.names(boxes[chosen(len(boxes), outcome.entries)])))
 
     def _study(self, holds: RankLayout) -> None:
         assert self._told is not None
@@ -117,18 +149,27 @@ class Partners:
         self._tables.clear()
         self.known = Known(epoch=epoch, basis=outcome.basis, holds=holds.hash, share=share, shares=shares)
 
-    def _sums(self, known: Known, snapshot: Snapshot) -> dict[int, Sums]:
-        """By partner, the sum of each box that both have. The runs of a layout are made once."""
-        partners = known.share.partners
-        if not partners:
-            return {}
+    def _sums(self, known: Known, snapshot: Snapshot, k: int) -> dict[int, bytes]:
+        """By rank, the sums of the boxes that it and this one compare."""
+        shares, partners = known.shares, known.share.partners
+        without, holding = shares.checks(self.rank, k)
+        own = np.concatenate([np.zeros(0, np.int64), *partners.values()])
+        sums = dict(zip(own.tolist(), self._snapshotted(known, snapshot, own).tolist(), strict=True)) | snapshot.checked
+        found: dict[int, bytes] = {}
+        for other in sorted({*partners, *without, *holding}):
+            boxes = shares.between(min(self.rank, other), max(self.rank, other), k).tolist()
+            if all(box in sums for box in boxes):  # else this rank was drawn before it knew
+                found[other] = pack(np.array([sums[box] for box in boxes], np.uint64))
+        return found
+
+    def _snapshotted(self, known: Known, snapshot: Snapshot, boxes: Ints) -> Sums:
+        """The runs of a layout are made once."""
+        if not len(boxes):
+            return np.zeros(0, np.uint64)
         key = known.basis + snapshot.layout.hash
         if key not in self._tables:
-            self._tables = {key: _runs(snapshot.layout, np.concatenate(list(partners.values())))}
-        runs, starts = self._tables[key]
-        sums = sum_runs(snapshot.block.numpy(), runs, starts)
-        edges = np.cumsum([len(rows) for rows in partners.values()])[:-1]
-        return dict(zip(partners, np.split(sums, edges), strict=True))
+            self._tables = {key: _runs(snapshot.layout, known.share.rows[boxes])}
+        return sum_runs(snapshot.block.numpy(), *self._tables[key])
 
 
 def _runs(layout: RankLayout, rows: Ints) -> tuple[Ints, Ints]:

@@ -132,6 +132,7 @@ class Publisher:
                 taken = time.monotonic()
                 source = ring.snapshot(slot, tensors)
                 slot.key = key
+                checked = self._commits.partners.check(known, self._k, tensors)
             except BaseException as exc:
                 self._commits.submit(self._commit(epoch, error=f"{type(exc).__name__}: {exc}"), epoch.base + self._k)
                 raise
@@ -139,7 +140,8 @@ class Publisher:
             number = epoch.base + self._k
             commit = self._commit(epoch, step=step, ring=ring, holds=holds, source=source, metadata=extra)
             block = ring.served.arena.blocks[slot.index]
-            self._commits.submit(commit, number, Snapshot(holds=holds, layout=layout, block=block, known=known))
+            shot = Snapshot(holds=holds, layout=layout, block=block, known=known, checked=checked)
+            self._commits.submit(commit, number, shot)
             return Version(
                 number=number,
                 epoch=epoch.epoch,
@@ -165,7 +167,7 @@ class Publisher:
             outcome = self._commits.settle(key, deadline)
             if outcome.state == "aborted":
                 self._commits.raise_failure()
-                raise self._commits.aborted(outcome)
+                raise self._commits.aborted(key, outcome)
             number = outcome.number or number
         left = max(deadline - time.monotonic(), 0)
         done = self._member.ask(

@@ -2,7 +2,8 @@
 
 A box that several ranks hold is snapshotted by two of them. The boxes of one set of holders H are split, in natural order
 and by bytes, into as many groups as H has ranks; group g goes to H[g] and to the rank half-way round H from it, which on
-most clusters is another host.
+most clusters is another host. The others keep no copy; each box is compared with the live one of one of them every 64th
+version, all of them in turn.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ from mx_rl.errors import InvalidArgument
 from mx_rl.layout import RankLayout, WorldLayout
 from mx_rl.table import widen
 
+CHECK_EVERY = 64
+"""Versions between two comparisons of a box with a rank that keeps no copy of it."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Share:
-    """One rank's part. Rows are those of its layout's ``boxes``, the same in the share as in the whole."""
+    """One rank's part. A box that several ranks hold has one number in the whole world."""
 
     layout: RankLayout  # what it snapshots: the whole layout itself where nothing is left to others
-    partners: dict[int, Ints]  # by rank: rows of the boxes that it snapshots too, in an order that both know
+    rows: Ints  # by number: the box's row in this rank's layout, in the share as in the whole; -1 where it holds none
+    partners: dict[int, Ints]  # by rank: numbers of the boxes that both snapshot, ascending
 
 
 class Shares:
@@ -44,6 +49,7 @@ class Shares:
         group = _groups(holders, nbytes, size)
         self.first = flat[start + group]
         self.second = flat[start + (group + size // 2) % size]
+        self._flat, self._start, self._size, self._group = flat, start, size, group
         self._tensor = tensor
         self._world = world
         self._place = np.full(
@@ -64,18 +70,32 @@ class Shares:
             kept = np.ones(len(layout.boxes), np.bool_)
             kept[own[shared[~mine]]] = False
             layout = layout.only(kept)
-        partner, box, own = (first + second - rank)[mine], box[shared[mine]], own[shared[mine]]
-        partners: dict[int, Ints] = {}
-        for other in np.unique(partner).tolist():
-            these = np.flatnonzero(partner == other)
-            these = these[np.argsort(box[these], kind="stable")]
-            partners[other] = own[these[groups(box[these])]]  # a box that this rank holds twice counts once
-        return Share(layout=layout, partners=partners)
+        rows = np.full(len(self.first), -1, np.int64)
+        rows[box[shared]] = own[shared]  # of a box that this rank holds twice one counts
+        numbers, at = np.unique(box[shared[mine]], return_index=True)
+        return Share(layout=layout, rows=rows, partners=_by_rank((first + second - rank)[mine][at], numbers))
 
-    def names(self, one: int, two: int) -> list[str]:
-        """Of the boxes that both ranks snapshot, in the order of ``Share.partners``."""
+    def checks(self, rank: int, k: int) -> tuple[dict[int, Ints], dict[int, Ints]]:
+        """Numbers of the boxes that are compared in the k-th publish between a rank that keeps no copy and the first one
+        that does: (``rank`` keeps none, by the other's rank; it keeps one, by the other's rank)."""
+        box = np.arange(k % CHECK_EVERY, len(self.first), CHECK_EVERY)
+        box = box[self._size[box] > 2]
+        size = self._size[box]
+        turn = 1 + (k // CHECK_EVERY + box) % (size - 2)
+        turn += turn >= size // 2  # past the second copy
+        witness = self._flat[self._start[box] + (self._group[box] + turn) % size]
+        without, holding = witness == rank, self.first[box] == rank
+        return _by_rank(self.first[box[without]], box[without]), _by_rank(witness[holding], box[holding])
+
+    def between(self, one: int, two: int, k: int) -> Ints:
+        """Numbers of the boxes that two ranks compare in the k-th publish: those that both snapshot, then the checks."""
         both = ((self.first == one) & (self.second == two)) | ((self.first == two) & (self.second == one))
-        return [self._world.names[tensor] for tensor in self._tensor[both].tolist()]
+        none = np.zeros(0, np.int64)
+        without, holding = (found.get(two, none) for found in self.checks(one, k))
+        return np.concatenate([np.flatnonzero(both), without, holding])
+
+    def names(self, boxes: Ints) -> list[str]:
+        return [self._world.names[tensor] for tensor in self._tensor[boxes].tolist()]
 
     def _rows_of(self, rank: int, layout: RankLayout) -> tuple[Ints, Ints, Ints]:
         """For every box of ``rank`` that is not empty: its tensor and row in the world, its row in ``layout``."""
@@ -96,6 +116,10 @@ class Shares:
         ):
             raise InvalidArgument(f"the layout of rank {rank} is not the one that this world was made from")
         return tensor, row, own
+
+
+def _by_rank(ranks: Ints, boxes: Ints) -> dict[int, Ints]:
+    return {rank: boxes[ranks == rank] for rank in np.unique(ranks).tolist()}
 
 
 def _groups(holders: Ints, nbytes: Ints, size: Ints) -> Ints:

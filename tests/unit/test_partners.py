@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from mx_rl import Publisher, Shard, Subscriber
+from mx_rl.digest import box_sum
 from mx_rl.errors import ReplicaMismatch, VersionAborted
+from mx_rl.layout import RankLayout
+from mx_rl.partners import live_sum
 from mx_rl.registry.memory import MemoryRegistry
+from mx_rl.tensors import DTYPES, resolve
 from tests.support.local import FAST, together
 
 LAYERS, SHAPE = 12, (16, 64)
@@ -159,13 +163,46 @@ def test_a_drift_that_nobody_waits_for_is_raised_by_a_later_publish_of_every_ran
         assert told == {0: ["scale"], 1: ["scale"]}
 
 
-def test_a_rank_that_nobody_shares_a_drifted_box_with_is_not_blamed(registry):
-    with World(registry, [model() for _ in range(3)]) as world:
+def test_a_rank_that_keeps_no_copy_is_compared_in_its_turn(registry):
+    with World(registry, [model() for _ in range(4)]) as world:
         for value in (1.0, 2.0, 3.0):
             world.ready(value)
         world.settle()
-        world.tensors[2]["layers.0.w"][0, 0] = 99.0  # rank 2 keeps no copy of it
-        world.ready()
+        # Ranks 0 and 2 keep layers.0.w; of the others each is compared every 128th version.
+        world.tensors[3]["layers.0.w"][0, 0] = 99.0
+        for _ in range(130):
+            version = world.publish()
+            outcome = [
+                found for found in together(*[lambda pub=pub: pub.wait(version, replicas=0) for pub in world.pubs])
+            ]
+            if isinstance(outcome[0], ReplicaMismatch):
+                break
+        assert {(tuple(one.ranks), tuple(one.tensors)) for one in outcome} == {((0, 3), ("layers.0.w",))}
+        world.fill(5.0)
+        for _ in range(3):
+            world.ready(5.0)
+
+
+@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
+def test_live_boxes_are_summed_as_they_would_be_on_the_wire(registry, wire_dtype, monkeypatch):
+    monkeypatch.setattr("mx_rl.partners._PIECE_BYTES", 256)
+    base = torch.randn(40, 33)
+    tensors = {
+        "plain": torch.randn(17, 5),
+        "turned": base.t(),
+        "scalar": torch.tensor(2.5),
+        "ids": torch.arange(100),
+        "box": Shard(base[3:9, 2:20], shape=(40, 40), offset=(3, 7)),
+        "empty": torch.zeros(0, 3),
+    }
+    resolved = resolve(tensors)
+    layout = RankLayout.of(resolved, wire_dtype=wire_dtype)
+    for row, box in enumerate(layout.packing()):
+        shard = resolved[box.name][box.box]
+        data = shard.tensor.to(DTYPES[box.dtype]).contiguous().reshape(-1).view(torch.uint8).numpy()
+        size = DTYPES[box.dtype].itemsize
+        expected = box_sum(data, shard.global_shape, shard.lo, shard.box, size) if box.nbytes else 0
+        assert live_sum(layout, row, resolved) == expected
 
 
 def test_ranks_that_learn_their_shares_at_different_times_give_whole_versions(registry):

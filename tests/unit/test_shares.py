@@ -11,7 +11,7 @@ from mx_rl import Shard
 from mx_rl.errors import InvalidArgument
 from mx_rl.layout import RankLayout, WorldLayout
 from mx_rl.partners import chosen, pack
-from mx_rl.shares import Shares
+from mx_rl.shares import CHECK_EVERY, Shares
 from mx_rl.tensors import resolve
 
 
@@ -46,14 +46,51 @@ def check(layouts):
     assert kept == Counter({box: min(count, 2) for box, count in whole.items()})
     before, after = WorldLayout.merge(layouts), WorldLayout.merge([share.layout for share in found])
     assert (after.names, after.aliases, after.shapes) == (before.names, before.aliases, before.shapes)
+    shares = Shares(before)
     for rank, share in enumerate(found):
         assert share.layout.counts.tolist() == layouts[rank].counts.tolist()
-        for other, rows in share.partners.items():
-            theirs = found[other].partners[rank]
-            mine = [row_of(share.layout, row) for row in rows]
-            assert mine == [row_of(found[other].layout, row) for row in theirs], "both know the boxes in one order"
-            assert [name for name, *_ in mine] == Shares(before).names(rank, other) == Shares(before).names(other, rank)
+        for other, boxes in share.partners.items():
+            assert (
+                boxes.tolist()
+                == found[other].partners[rank].tolist()
+                == shares.between(rank, other, 1)[: len(boxes)].tolist()
+            )
+            mine = [row_of(share.layout, row) for row in share.rows[boxes]]
+            assert mine == [row_of(found[other].layout, row) for row in found[other].rows[boxes]]
+            assert [name for name, *_ in mine] == shares.names(boxes)
+    check_witnesses(
+        shares, found, [sum(row >= 0 for row in rows) for rows in zip(*[one.rows for one in found], strict=True)]
+    )
     return found
+
+
+def check_witnesses(shares, found, holders):
+    """In as many turns as there are ranks without a copy, each of them compares each of its boxes once."""
+    turns = max(holders, default=2) - 2
+    seen = Counter()
+    ks = [
+        k for k in range(1, CHECK_EVERY * max(turns, 1) + 1) if k % CHECK_EVERY < len(holders)
+    ]  # else it is no box's turn
+    for k in ks:
+        for rank, share in enumerate(found):
+            without, _ = shares.checks(rank, k)
+            for other, boxes in without.items():
+                _, holding = shares.checks(other, k)
+                assert holding[rank].tolist() == boxes.tolist()
+                assert shares.between(rank, other, k).tolist() == shares.between(other, rank, k).tolist()
+                for box in boxes.tolist():
+                    assert share.rows[box] >= 0
+                    assert rank not in (shares.first[box], shares.second[box])
+                    seen[box, rank] += 1
+    wanted = {
+        (box, rank)
+        for box, count in enumerate(holders)
+        if count == turns + 2
+        for rank in range(len(found))
+        if found[rank].rows[box] >= 0 and rank not in (shares.first[box], shares.second[box])
+    }
+    assert {key for key in seen if holders[key[0]] == turns + 2} == wanted
+    assert all(seen[key] == 1 for key in wanted)
 
 
 def row_of(layout, row):
@@ -136,7 +173,7 @@ def worlds(draw):
     return ranks
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(worlds())
 def test_any_mesh_keeps_two_copies_of_what_had_more(layouts):
     check(layouts)
