@@ -225,12 +225,14 @@ class Commits:
         return self._learn(key, outcome)
 
     def _learn(self, key: Key, outcome: Outcome) -> Outcome:
+        before = self._outcomes.get(key)
         self._outcomes[key] = outcome
         if outcome.state == "ready" and (self.newest is None or key >= self.newest):
             self.newest = key
             self.held = outcome.record or self.held
         self.partners.note(key, outcome)
-        if outcome.state == "aborted" and (outcome.steps or outcome.differ):
+        told = before is not None and before.state == "aborted"  # two threads may learn it: it is raised once
+        if outcome.state == "aborted" and (outcome.steps or outcome.differ) and not told:
             self._failure = self.aborted(key, outcome)
         return outcome
 

@@ -172,9 +172,7 @@ def test_a_rank_that_keeps_no_copy_is_compared_in_its_turn(registry):
         world.tensors[3]["layers.0.w"][0, 0] = 99.0
         for _ in range(130):
             version = world.publish()
-            outcome = [
-                found for found in together(*[lambda pub=pub: pub.wait(version, replicas=0) for pub in world.pubs])
-            ]
+            outcome = together(*[partial(pub.wait, version, replicas=0) for pub in world.pubs])
             if isinstance(outcome[0], ReplicaMismatch):
                 break
         assert {(tuple(one.ranks), tuple(one.tensors)) for one in outcome} == {((0, 3), ("layers.0.w",))}
