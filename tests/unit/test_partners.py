@@ -1,6 +1,7 @@
 """Whole worlds with replicated boxes in one process: shares, equal copies, drift, changes of layout."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
