@@ -18,8 +18,9 @@ ROOT = Path(mx_rl.__file__).parent
 # (base.py) lies below what implements it, and below the arena, which hands its regions to transports.
 LAYERS = [
     "__init__ errors",
-    "config columns copies deadline kernels kernels.reference kernels.cpu",
-    "records replica holds reports target",
+    "config columns copies deadline patience kernels kernels.reference kernels.cpu",
+    "records replica holds reports target prefetch",
+    "twins",
     "transport.base registry.base",
     "tensors arena runs seat",
     "table digest",
@@ -41,7 +42,10 @@ LAYERS = [
     "claim ring landing ranks install partners",
     "commits fetch",
     "staging",
-    "membership",
+    "membership staged",
+    "standing",
+    "switch",
+    "intake",
     "publisher subscriber",
     "ray ray.*",
     "clusters loopback",
