@@ -317,10 +317,15 @@ class Member:
     def leave(self) -> None:
         """Idempotent; a registry that does not answer lets the lease run out instead."""
         self.endpoint.remove(self)
+        self._reassert = _nothing  # its owner's method: a circle that would keep the owner's arenas until gc runs
         try:
             self.endpoint.registry.call(Leave(policy=self.policy, incarnation=self.incarnation), timeout=5.0)
         except RegistryLost as exc:
             log.warning("policy %s: %s could not say goodbye: %s", self.policy, self.incarnation, exc)
+
+
+def _nothing() -> None:
+    """What a member that has left says again."""
 
 
 def refused(result: Refused) -> MxRLError:

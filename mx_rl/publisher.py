@@ -199,6 +199,7 @@ class Publisher:
             steps.callback(self._member.leave)
             steps.callback(self._linger, rings)
             steps.callback(self._commits.close, time.monotonic() + timeout)
+        self._ring, self._retired = None, []  # the arenas go now, also where the caller keeps this object
 
     def __enter__(self) -> Publisher:
         return self

@@ -242,6 +242,9 @@ class Subscriber:
             if self._ranks is not None:
                 steps.callback(self._ranks.close)
             steps.callback(self._member.leave)
+        # The arenas go now, also where the caller keeps this object; a sync in another thread keeps its own to its end.
+        self._staging = self._membership = self._open_stage = None
+        self._installer = Installer()
 
     def __enter__(self) -> Subscriber:
         return self
