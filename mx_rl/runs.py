@@ -88,7 +88,8 @@ def strided(offset: int, address: int, strides: Sequence[tuple[int, int]], shape
     ``strides``: per dimension (bytes in the first box, bytes in the second). Inner dimensions that lie alike and without
     a gap on both sides become one row.
     """
-    nbytes, outer = itemsize, []
+    nbytes = itemsize
+    outer: list[tuple[int, int, int]] = []
     for (left, right), size in zip(reversed(strides), reversed(shape), strict=True):
         if size == 1:
             continue

@@ -19,6 +19,7 @@ from mx_rl.errors import (
     Busy,
     CorruptRecord,
     IncompleteVersion,
+    InvalidArgument,
     MxRLError,
     PeerLost,
     RegistryLost,
@@ -29,7 +30,7 @@ from mx_rl.errors import (
     VersionGone,
 )
 from mx_rl.holds import Holds
-from mx_rl.install import Installer, Work
+from mx_rl.install import Work
 from mx_rl.layout import RankLayout
 from mx_rl.membership import Membership
 from mx_rl.ranks import Ranks
@@ -48,7 +49,7 @@ from mx_rl.records import (
 from mx_rl.registry import Registry
 from mx_rl.reports import SyncReport
 from mx_rl.staging import Cargo, Staging
-from mx_rl.target import Number, check_arguments, not_ready, number_of
+from mx_rl.target import Number, check_arguments, check_modes, not_ready, number_of
 from mx_rl.tensors import Tensors, resolve
 
 log = logging.getLogger("mx_rl")
@@ -65,6 +66,7 @@ class Staged:
 
     def __init__(self, subscriber: Subscriber, told: Round, cargo: Cargo) -> None:
         self.version = cargo.record.number
+        self.told = told
         self.round = told.round
         self.cargo = cargo
         self.over = False
@@ -91,7 +93,11 @@ class Subscriber:
     the publisher has and no rank of the replica takes are an error. ``allow_missing``: patterns of names that the
     publisher
     may lack. ``verify`` is for digests, which this release has none of: windows are confirmed whatever it says.
-    ``serve``: "stage" lets peers read the version installed last from the stage, "off" does not.
+    ``stage``: where a version waits for its install, "device" or "host" memory (the same where there is no GPU), or
+    "none": it is moved straight into the live weights once all ranks have voted, and what fails then leaves the replica
+    tainted until the next ``sync``. ``serve``: what peers read between installs, the "stage" with the version installed
+    last, the "live" weights, or "off". ``swap=True``: installs point the module's tensors at the memory just filled rather
+    than copy; only for modules whose storage may move (docs/memory.md).
     ``before_install(old, new)`` and ``after_install(old, new)`` get version numbers and run with holds shut; after a
     round that was called off ``after_install(old, old)`` is called, so that what was stopped is started again; ``old`` is
     None before the first version.
@@ -116,12 +122,14 @@ class Subscriber:
         prefetch: bool = False,
         stage: str = "device",
         serve: str = "stage",
+        swap: bool = False,
         before_install: Callable[[int | None, int], None] | None = None,
         after_install: Callable[[int | None, int | None], None] | None = None,
         options: Options | None = None,
     ) -> None:
         check_policy(policy)
-        check_arguments(replica, rank, world_size, sources, stage, serve, prefetch)
+        check_modes(stage, serve, swap, prefetch)
+        check_arguments(replica, rank, world_size, sources, prefetch)
         self.policy = policy
         self.rank = rank
         self.world_size = world_size
@@ -136,11 +144,10 @@ class Subscriber:
         self._taint: str | None = None
         self._held: tuple[Source, ...] = ()
         self._open_stage: Staged | None = None
-        self._installer = Installer()
+        self._direct = stage == "none"
         self._staging: Staging | None = None
         self._ranks: Ranks | None = None
         self._membership: Membership | None = None
-        layout = RankLayout.of(resolve(tensors))
         self.incarnation = unique_name(f"{policy}-r{rank}")
         self.replica = replica or self.incarnation
         self._endpoint = Endpoint.acquire(registry, self.options)
@@ -149,9 +156,11 @@ class Subscriber:
             self._staging = Staging(
                 self._member,
                 rank,
-                layout,
+                tensors,
                 sources=sources,
-                serve=serve == "stage",
+                stage=stage,
+                serve=serve,
+                swap=swap,
                 strict=strict,
                 allow_missing=allow_missing,
             )
@@ -189,8 +198,11 @@ class Subscriber:
     def stage(self, at_least: Number = None, exactly: Number = None, *, timeout: float = 60.0) -> Staged | None:
         """Bring the newest version into the stage without installing it; None where nothing newer is there.
 
-        Errors as for ``sync``. One version at a time: a staged one is discarded by the next ``stage``.
+        Errors as for ``sync``. One version at a time: a staged one is discarded by the next ``stage``. InvalidArgument
+        with ``stage="none"``, where nothing waits.
         """
+        if self._direct:
+            raise InvalidArgument('stage() with stage="none": its bytes go straight into live weights, so call sync()')
         deadline = time.monotonic() + timeout
         least, exact = number_of(at_least), number_of(exactly)
         staged = self._persist(lambda: self._stage(least, exact, deadline), exact, deadline)
@@ -227,6 +239,17 @@ class Subscriber:
         """Registered host memory of this rank: stages, their headers and page padding."""
         return self._staging.registered_bytes if self._staging is not None else 0
 
+    def release_live(self) -> None:
+        """Call before the engine frees or moves the storage of the live weights (offload, sleep): peers stop reading it and
+        it is de-registered. The next install registers the weights anew, where they lie then. Nothing to do with
+        ``serve="stage"``. PeerLost where bytes of a move that was given up may still come in."""
+        with self._exclusive(time.monotonic() + self.options.lease_s):
+            staging, _, _ = self._parts
+            staging.release_live()
+            if staging.live is not None and self._held and self._record is not None:
+                self._held = ()
+                self._acknowledge("tainted" if self._taint else "installed", self._record.number, self._taint or "")
+
     def close(self) -> None:
         """Leave, and give everything back. Idempotent."""
         if self._closed:
@@ -244,7 +267,6 @@ class Subscriber:
             steps.callback(self._member.leave)
         # The arenas go now, also where the caller keeps this object; a sync in another thread keeps its own to its end.
         self._staging = self._membership = self._open_stage = None
-        self._installer = Installer()
 
     def __enter__(self) -> Subscriber:
         return self
@@ -427,7 +449,8 @@ class Subscriber:
     def _switch(self, staged: Staged, previous: int | None, deadline: float) -> None:
         """Holds are shut and drained: prepare, vote, decide, write. After the vote nothing waits but for the others."""
         cargo = staged.cargo
-        work = self._installer.prepare(cargo.plan, cargo.landing.block, resolve(self._tensors))
+        staging, _, _ = self._parts
+        work = staging.prepare(staged.told, cargo, deadline)
         self._call_before(previous, staged.version, deadline)
         try:
             commit, reason = self._decide(staged, deadline)
