@@ -13,7 +13,7 @@ from mx_rl.errors import CorruptRecord, InvalidArgument
 from mx_rl.layout import RankLayout
 from mx_rl.plan import Plan
 from mx_rl.runs import in_order, strided
-from mx_rl.tensors import Shard
+from mx_rl.tensors import Shard, Tensors, shards
 from mx_rl.transport.base import Region
 
 Targets = Mapping[str, tuple[Shard, ...]]
@@ -116,6 +116,17 @@ def extents(targets: Targets) -> list[Region]:
         else:
             found.append(Region(address=address, nbytes=nbytes, device=device))
     return found
+
+
+def memory_of(tensors: Tensors) -> list[tuple[int, int]]:
+    """(address, nbytes) of every storage behind the tensors, each once; those without memory are left out."""
+    found: dict[int, int] = {}
+    for value in shards(tensors).values():
+        for shard in value if isinstance(value, tuple) else (value,):
+            storage = shard.tensor.untyped_storage()
+            if not shard.tensor.is_meta and storage.data_ptr():
+                found[storage.data_ptr()] = storage.nbytes()
+    return list(found.items())
 
 
 def encode_table(rows: Ints) -> bytes:

@@ -25,6 +25,7 @@ class Live:
         self._plan: Plan | None = None
         self._table: tuple[str, bytes] | None = None
         self._lies: Signature = signature(targets)
+        self._past: list[str] = []  # blobs of former agents and plans
         self._whole = False
         self.served: Served | None = self._register(targets)
 
@@ -44,21 +45,22 @@ class Live:
         """Make ready to serve this plan's versions from where the tensors lie now. Asks the registry only where something
         changed. Raises InvalidArgument for memory in too many pieces, RegistryLost."""
         lies = signature(targets)
-        gone: list[str] = []
         if self.served is None or lies != self._lies:
-            gone = self._keys
             self.close()
             self.served, self._lies = self._register(targets), lies
-        if gone or self._plan is not plan or self._table is None:
+        if self._plan is not plan or self._table is None:
             rows = np.concatenate([destination_table(plan, targets).rows, compared_rows(plan, targets)])
-            gone += self._keys[1:]
+            key = table_key(self.served.name, plan.world_hash)
+            if self._table is not None and self._table[0] != key:
+                self._past.append(self._table[0])
             self._plan = plan
-            self._table = (table_key(self.served.name, plan.world_hash), encode_table(in_order(rows)))
-            self.announce(replaces=gone)
+            self._table = (key, encode_table(in_order(rows)))
+            self.announce()
 
-    def announce(self, *, replaces: list[str] | None = None) -> None:
+    def announce(self) -> None:
         if self.served is not None:
-            self._member.put(self.served.name, encode(self.served.record), replaces=replaces or ())
+            self._member.put(self.served.name, encode(self.served.record), replaces=self._past)
+            self._past.clear()
         if self._table is not None:
             self._member.put(*self._table)
 
@@ -84,16 +86,14 @@ class Live:
 
     def close(self) -> None:
         """Nothing is read any more, and nothing is registered. Idempotent; ``follow`` opens anew."""
-        self._whole, self._table = False, None
+        self._whole = False
+        if self._table is not None:
+            self._past.append(self._table[0])
+            self._table = None
         served, self.served = self.served, None
         if served is not None:
+            self._past.append(served.name)
             self._member.endpoint.unserve(served)
-
-    @property
-    def _keys(self) -> list[str]:
-        """Blobs of the present agent."""
-        named = [self.served.name] if self.served is not None else []
-        return named + ([self._table[0]] if self._table is not None else [])
 
     def _register(self, targets: Targets) -> Served:
         return self._member.endpoint.serve(f"{self._role}-live", 1, 0, extents=extents(targets))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 
@@ -30,7 +31,7 @@ def held_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
 
 def movable(module: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
     """By name in the state dict (wrapper prefixes stripped): the tensors over one storage, tied ones together, where the
-    module is its only holder. A view, a tensor of an autograd graph or a storage object held elsewhere is a holder."""
+    module is its only holder. A view, an array or a storage object held elsewhere is a holder."""
     groups: dict[int, list[torch.Tensor]] = {}
     for tensor in held_tensors(module):
         if type(tensor) in _PLAIN and tensor.numel() and tensor.device.type == "cpu":
@@ -55,7 +56,6 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 
 def _may_move(group: list[torch.Tensor]) -> bool:
     first = group[0]
-    storage = first.untyped_storage()
     whole = all(
         tensor.is_leaf
         and tensor.is_contiguous()
@@ -64,8 +64,31 @@ def _may_move(group: list[torch.Tensor]) -> bool:
         and (tensor.dtype, tensor.shape) == (first.dtype, first.shape)
         for tensor in group
     )
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    if not whole or storage.nbytes() != first.nbytes or count is None:
+    alone = _alone()
+    if not whole or alone is None or first.untyped_storage().nbytes() != first.nbytes:
         return False
-    # One use a tensor and one for the storage object here, which only this frame and the call's argument may hold.
-    return bool(count(storage._cdata) == len(group) + 1) and sys.getrefcount(storage) == 2
+    tensors, objects = _uses(first)
+    return (tensors - len(group) + 1, objects) == alone
+
+
+def _uses(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many tensors of torch's, and how many Python references to the storage object, hold this storage."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)), sys.getrefcount(storage)
+
+
+@cache
+def _alone() -> tuple[int, int] | None:
+    """What ``_uses`` says of a tensor that is the only holder; None where this torch does not tell, or counts otherwise."""
+    if not hasattr(torch._C, "_storage_Use_Count"):
+        return None
+    probe = torch.zeros(1)
+    alone = _uses(probe)
+    view = probe[:1]
+    shared = _uses(probe)
+    del view
+    storage = probe.untyped_storage()
+    held = _uses(probe)
+    del storage
+    sees_both = shared[0] == alone[0] + 1 and held[1] == alone[1] + 1
+    return alone if sees_both and _uses(probe) == alone else None

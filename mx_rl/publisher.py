@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+from mx_rl.addresses import memory_of
 from mx_rl.claim import Claimant, name_ranks
 from mx_rl.commits import Commits, aborted
 from mx_rl.config import Options
@@ -22,7 +23,7 @@ from mx_rl.errors import IncompleteVersion, InvalidArgument, RegistryLost
 from mx_rl.layout import RankLayout
 from mx_rl.records import AwaitFree, AwaitInstalled, Commit, Free, Installs, Seat, Source, encode
 from mx_rl.registry import Registry
-from mx_rl.reports import Receipt, Version
+from mx_rl.reports import MemoryReport, Receipt, Version
 from mx_rl.ring import Ring, Slot
 from mx_rl.seat import find_seat
 from mx_rl.tensors import Shard, Tensors, resolve
@@ -185,6 +186,17 @@ class Publisher:
     def registered_bytes(self) -> int:
         """Registered host memory of this rank: slots, their headers and page padding."""
         return sum(ring.served.arena.total_bytes for ring in (*self._retired, self._ring) if ring is not None)
+
+    @property
+    def memory(self) -> MemoryReport:
+        """What this rank's weights and slots take now; rings of former layouts that are still read count too."""
+        rings = [ring for ring in (*self._retired, self._ring) if ring is not None]
+        slots = sum(len(ring.slots) * ring.layout.nbytes for ring in rings)
+        return MemoryReport(
+            slots_bytes=slots,
+            live_bytes=sum(nbytes for _, nbytes in memory_of(self._tensors)) if rings else 0,
+            headers_bytes=self.registered_bytes - slots,
+        )
 
     def close(self, *, timeout: float = 30.0) -> None:
         """Finish what was begun, then serve on for at most the grace while leases are open, and leave. Idempotent."""

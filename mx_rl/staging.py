@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mx_rl.addresses import encode_table, packing_rows
+from mx_rl.addresses import encode_table, memory_of, packing_rows
 from mx_rl.direct import DirectStage
 from mx_rl.endpoint import Member, Served, seat_key
 from mx_rl.errors import MxRLError, RegistryLost, VersionGone
@@ -21,6 +21,7 @@ from mx_rl.layout import RankLayout, WorldLayout
 from mx_rl.live import Live
 from mx_rl.plan import Plan, make_plan
 from mx_rl.records import Dead, ReplicaSeats, Round, Source, VersionRecord, encode, table_key
+from mx_rl.reports import MemoryReport
 from mx_rl.stage import PlanStage, Stage
 from mx_rl.swap import SwapStage
 from mx_rl.tensors import Tensors, resolve
@@ -130,6 +131,23 @@ class Staging:
     def registered_bytes(self) -> int:
         landings = sum(landing.total_bytes for landing in (*self.stage.quarantine, *self.stage.landings))
         return landings + (self.live.total_bytes if self.live is not None else 0)
+
+    @property
+    def memory(self) -> MemoryReport:
+        landings, kept = self.stage.landings, self.stage.quarantine
+        room = sum(landing.nbytes for landing in landings)
+        swaps = isinstance(self.stage, SwapStage)
+        own = [(at, n) for at, n in memory_of(self._tensors) if not any(landing.owns(at) for landing in landings)]
+        swapped = self.stage.swapped_bytes
+        return MemoryReport(
+            stage_bytes=0 if swaps else room,
+            swap_bytes=room if swaps else 0,
+            live_bytes=sum(nbytes for _, nbytes in own),
+            headers_bytes=self.registered_bytes - room - sum(landing.total_bytes for landing in kept),
+            quarantine_bytes=sum(landing.total_bytes for landing in kept),
+            swapped_bytes=swapped,
+            copied_bytes=0 if self.stage.direct else int(self.layout.boxes.nbytes.sum()) - swapped,
+        )
 
     def announce(self, *, replaces: Sequence[str] = ()) -> None:
         self._member.put(self.layout.hash, self.layout.encode(), replaces=replaces)

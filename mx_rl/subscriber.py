@@ -47,7 +47,7 @@ from mx_rl.records import (
     Vote,
 )
 from mx_rl.registry import Registry
-from mx_rl.reports import SyncReport
+from mx_rl.reports import MemoryReport, SyncReport
 from mx_rl.staging import Cargo, Staging
 from mx_rl.target import Number, check_arguments, check_modes, not_ready, number_of
 from mx_rl.tensors import Tensors, resolve
@@ -238,6 +238,11 @@ class Subscriber:
     def registered_bytes(self) -> int:
         """Registered host memory of this rank: stages, their headers and page padding."""
         return self._staging.registered_bytes if self._staging is not None else 0
+
+    @property
+    def memory(self) -> MemoryReport:
+        """What this rank's weights and stages take now, and what an install swaps and copies."""
+        return self._staging.memory if self._staging is not None else MemoryReport()
 
     def release_live(self) -> None:
         """Call before the engine frees or moves the storage of the live weights (offload, sleep): peers stop reading it and

@@ -1,0 +1,142 @@
+"""serve="live": what closes reading, tensors that move, and readers that meet an install."""
+
+import pytest
+import torch
+
+from mx_rl import Publisher, Subscriber
+from mx_rl.errors import PeerLost, VersionGone
+from mx_rl.registry.memory import MemoryRegistry
+from tests.support.faulty import faulty
+from tests.support.local import FAST
+
+COUNT = 64 * 1024  # float32: 64 windows of 4096 bytes
+LIVE = "p-r0-live-"
+
+
+@pytest.fixture
+def registry():
+    return MemoryRegistry()
+
+
+@pytest.fixture
+def faults(monkeypatch):
+    with faulty(monkeypatch, fence=True) as found:
+        yield found
+
+
+def publisher(registry, tensors, **named):
+    return Publisher("p", tensors, registry=registry, options=FAST, **named)
+
+
+def subscriber(registry, tensors, **named):
+    return Subscriber("p", tensors, registry=registry, options=FAST, **named)
+
+
+def weights(value):
+    return torch.arange(COUNT, dtype=torch.float32) + value
+
+
+@pytest.mark.parametrize("stage", ["device", "none"])
+def test_a_reader_that_meets_an_install_at_its_peer_goes_to_another_source(registry, faults, stage):
+    source, first, second = {"w": weights(1)}, {"w": torch.zeros(COUNT)}, {"w": torch.zeros(COUNT)}
+    with (
+        publisher(registry, source, slots=3) as pub,
+        subscriber(registry, first, stage=stage, serve="live") as peer,
+        subscriber(registry, second) as sub,
+    ):
+        pub.publish()
+        peer.sync(timeout=10)
+
+        def install(_agent):
+            source["w"].copy_(weights(2))
+            pub.wait(pub.publish(), replicas=0, timeout=10)
+            peer.sync(timeout=10)
+
+        faults.at(LIVE, 20, install)
+        report = sub.sync(timeout=10)
+        assert "VersionGone" in report.refused[f"peer:{peer.replica}"]
+        assert report.served_by["trainer:0"] > 0
+        assert torch.equal(second["w"], weights(report.version))
+        assert sub.sync(timeout=10).version == 2
+        assert torch.equal(second["w"], weights(2))
+
+
+def moved(module):
+    for tensor in module.parameters():
+        tensor.data = tensor.data.clone()
+
+
+@pytest.mark.parametrize("released", [True, False])
+@pytest.mark.parametrize("stage", ["device", "none"])
+def test_storage_that_moved_is_served_from_where_it_lies_after_the_next_install(registry, stage, released):
+    source, live = torch.nn.Linear(300, 200), torch.nn.Linear(300, 200)
+    with publisher(registry, source) as pub, subscriber(registry, live, stage=stage, serve="live") as peer:
+        for turn in range(3):
+            with torch.no_grad():
+                source.weight.fill_(float(turn))
+            number = pub.publish().number
+            peer.sync(at_least=number, timeout=10)
+            joined = {name: torch.zeros_like(tensor) for name, tensor in source.state_dict().items()}
+            with subscriber(registry, joined, sources=("peer",)) as joiner:
+                joiner.sync(at_least=number, timeout=10)
+                assert joined["weight"].eq(turn).all()
+            if released:
+                peer.release_live()
+                joined["weight"].fill_(-1)
+                with subscriber(registry, joined) as joiner:
+                    assert set(joiner.sync(at_least=number, timeout=10).served_by) == {"trainer:0"}
+                    assert joined["weight"].eq(turn).all()
+            moved(live)
+        keys = [key for key in registry._state.policies["p"].blobs if key.startswith(LIVE)]
+        assert len(keys) <= 2, "records and tables of former addresses are forgotten"
+
+
+def test_released_memory_is_not_read_even_by_who_was_told_of_it(registry):
+    source, first, second = {"w": weights(1)}, {"w": torch.zeros(COUNT)}, {"w": torch.zeros(COUNT)}
+    with (
+        publisher(registry, source) as pub,
+        subscriber(registry, first, serve="live") as peer,
+        subscriber(registry, second, sources=("peer",)) as sub,
+    ):
+        number = pub.publish().number
+        peer.sync(timeout=10)
+        staged = sub.stage(timeout=10)
+        assert staged.version == number
+        staged.discard()
+        told = peer._staging.live.source
+        peer._staging.live.close_reading()
+        assert peer._staging.live.source is None
+        with pytest.raises((VersionGone, PeerLost)):
+            sub.sync(timeout=1.0)
+        again = peer._staging.live.reopen({"w": ()} if told is None else peer_targets(first))
+        assert again.generation > told.generation
+
+
+def peer_targets(tensors):
+    from mx_rl.tensors import resolve
+
+    return resolve(tensors)
+
+
+def test_a_failed_install_serves_nothing_and_the_next_one_does(registry):
+    source, live = {"w": weights(1)}, {"w": torch.zeros(COUNT)}
+    broken = [False]
+
+    def after(_old, _new):
+        if broken[0]:
+            raise RuntimeError("the engine is broken")
+
+    with publisher(registry, source) as pub, subscriber(registry, live, serve="live", after_install=after) as peer:
+        pub.publish()
+        peer.sync(timeout=10)
+        broken[0] = True
+        pub.publish()
+        with pytest.raises(Exception, match="broken"):
+            peer.sync(timeout=10)
+        joined = {"w": torch.zeros(COUNT)}
+        with subscriber(registry, joined) as joiner:
+            assert set(joiner.sync(timeout=10).served_by) == {"trainer:0"}
+        broken[0] = False
+        peer.sync(timeout=10)
+        with subscriber(registry, joined) as joiner:
+            assert set(joiner.sync(timeout=10).served_by) == {f"peer:{peer.replica}"}
