@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from mx_rl import Publisher, Subscriber
-from mx_rl.errors import PeerLost, VersionGone
+from mx_rl.errors import PeerLost, Tainted, VersionGone
 from mx_rl.registry.memory import MemoryRegistry
+from mx_rl.tensors import resolve
 from tests.support.faulty import faulty
 from tests.support.local import FAST
 
@@ -108,14 +109,8 @@ def test_released_memory_is_not_read_even_by_who_was_told_of_it(registry):
         assert peer._staging.live.source is None
         with pytest.raises((VersionGone, PeerLost)):
             sub.sync(timeout=1.0)
-        again = peer._staging.live.reopen({"w": ()} if told is None else peer_targets(first))
+        again = peer._staging.live.reopen(resolve(first))
         assert again.generation > told.generation
-
-
-def peer_targets(tensors):
-    from mx_rl.tensors import resolve
-
-    return resolve(tensors)
 
 
 def test_a_failed_install_serves_nothing_and_the_next_one_does(registry):
@@ -130,13 +125,13 @@ def test_a_failed_install_serves_nothing_and_the_next_one_does(registry):
         pub.publish()
         peer.sync(timeout=10)
         broken[0] = True
-        pub.publish()
-        with pytest.raises(Exception, match="broken"):
-            peer.sync(timeout=10)
+        number = pub.publish().number
+        with pytest.raises(Tainted, match="broken"):
+            peer.sync(at_least=number, timeout=10)
         joined = {"w": torch.zeros(COUNT)}
         with subscriber(registry, joined) as joiner:
-            assert set(joiner.sync(timeout=10).served_by) == {"trainer:0"}
+            assert set(joiner.sync(at_least=number, timeout=10).served_by) == {"trainer:0"}
         broken[0] = False
-        peer.sync(timeout=10)
+        peer.sync(at_least=number, timeout=10)
         with subscriber(registry, joined) as joiner:
             assert set(joiner.sync(timeout=10).served_by) == {f"peer:{peer.replica}"}
