@@ -44,9 +44,10 @@ class SwapStage(Stage):
         self._quarantine = Quarantine()
         self._aims: list[_Aim] = []
         self._live = open_landing(layout.nbytes)
-        self.landing = open_landing(layout.nbytes)
         self._lent: list[tuple[weakref.ref[Any], int, int]] = []  # the memory behind what was pointed at an arena
         self._repoint(layout, self._live, copy=True)
+        # Not before the module's former storage is gone: construction never takes more than two models.
+        self.landing = open_landing(layout.nbytes)
 
     @property
     def landings(self) -> tuple[Landing, ...]:
@@ -58,7 +59,8 @@ class SwapStage(Stage):
 
     def landing_for(self, plan: Plan) -> Landing:
         self._quarantine.sweep()
-        need = _aligned(plan.pieces.target.nbytes) + spare_rows(plan, 0)[1]
+        packed, spare = plan.pieces.target.nbytes, spare_rows(plan, 0)[1]
+        need = _aligned(packed) + spare if spare else packed
         kept = self._live_in(self.landing)
         if kept or self.landing.nbytes < need:
             old, self.landing = self.landing, self._open(max(need, self._layout.nbytes))
