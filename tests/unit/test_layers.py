@@ -41,7 +41,7 @@ LAYERS = [
     "endpoint status",
     "claim ring landing ranks install",
     "commits fetch live stage",
-    "direct swap",
+    "direct swap in_place",
     "staging",
     "membership",
     "publisher subscriber",
