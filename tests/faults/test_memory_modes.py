@@ -60,6 +60,23 @@ def test_readers_of_a_peer_that_installs_all_the_time_never_install_a_torn_versi
     assert all(one["served_peer"] > 0 for one in found[1:])
 
 
+@pytest.mark.parametrize("mode", [{"stage": "device"}, {"stage": "none", "serve": "live"}], ids=str)
+@pytest.mark.parametrize("lane", ["shm", "tcp"])
+def test_readers_of_live_tensors_that_change_all_the_time_never_install_a_torn_version(server, children, lane, mode):
+    env = {"UCX_TLS": "tcp"} if lane == "tcp" else {}
+    quick = {"grace_s": 0.02}
+    trainer = children(Made(TrainerRank, slots=0, options=quick), server.path, SHAPES, env=env)
+    readers = [children(Made(ModuleRollout, **mode), server.path, SHAPES, env=env) for _ in range(3)]
+    trainer.call("publish_ready", 1.0)
+    trainer.call("start_publishing", 0.1)
+    loops = [reader.begin("sync_for", 4.0, timeout=90) for reader in readers]
+    found = [loop.result(90) for loop in loops]
+    assert trainer.call("stop_publishing", timeout=90) > 5
+    for one in found:
+        assert one.get("torn", 0) == one.get("fell", 0) == one.get("ready while tainted", 0) == 0, found
+        assert one["installed"] > 0, found
+
+
 @pytest.mark.parametrize("lane", ["shm", "tcp"])
 def test_a_source_killed_in_mid_move_taints_all_ranks_of_a_replica_without_a_stage_and_the_next_sync_heals(
     server, children, lane
