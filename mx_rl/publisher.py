@@ -28,6 +28,7 @@ from mx_rl.reports import MemoryReport, Receipt, Version
 from mx_rl.ring import Ring, Slot, Slots
 from mx_rl.seat import find_seat
 from mx_rl.tensors import Shard, Tensors, resolve
+from mx_rl.twins import run
 
 log = logging.getLogger("mx_rl")
 
@@ -124,12 +125,12 @@ class Publisher:
         After ``timeout`` seconds: IncompleteVersion, naming the ranks that have not claimed or not committed. Also
         raises TensorUnavailable, LayoutMismatch, InvalidArgument (metadata over 64 KiB), Fenced, RegistryLost.
         """
-        with self._publishing:
+        begun = time.monotonic()
+        deadline = begun + timeout
+        with self._publishing, self._member.bounded(lambda: deadline):
             check_open(self._closed, f"Publisher({self.policy!r})")
             if stream is not None:
                 raise InvalidArgument("publish(stream=...) is not in this release: give Publisher the tensors")
-            begun = time.monotonic()
-            deadline = begun + timeout
             epoch = self._count_call(deadline)
             key = (epoch.epoch, self._k)
             try:
@@ -179,16 +180,17 @@ class Publisher:
         deadline = time.monotonic() + timeout
         number = version.number if isinstance(version, Version) else version
         key = self._commits.key_of(number)
-        if key is not None:
-            outcome = self._commits.settle(key, deadline)
-            if outcome.state == "aborted":
-                self._commits.raise_failure()
-                raise aborted(outcome)
-            number = outcome.number or number
-        left = max(deadline - time.monotonic(), 0)
-        done = self._member.ask(
-            AwaitInstalled(policy=self.policy, number=number, replicas=replicas, wait=left), Installs
-        )
+        with self._member.bounded(lambda: deadline):
+            if key is not None:
+                outcome = self._commits.settle(key, deadline)
+                if outcome.state == "aborted":
+                    self._commits.raise_failure()
+                    raise aborted(outcome)
+                number = outcome.number or number
+            left = max(deadline - time.monotonic(), 0)
+            done = self._member.ask(
+                AwaitInstalled(policy=self.policy, number=number, replicas=replicas, wait=left), Installs
+            )
         return Receipt(
             version=done.number,
             ready=done.ready,
@@ -196,6 +198,23 @@ class Publisher:
             failed=dict(done.failed),
             missing=done.missing,
         )
+
+    async def async_publish(
+        self, step: int | None = None, metadata: Mapping[str, Any] | None = None, *, timeout: float = 30.0
+    ) -> Version:
+        """``publish`` on a thread of its own. A publish counts on all ranks once it is begun: cancelled, it is finished all
+        the same, within its ``timeout``, and the version is returned as if nothing had been cancelled."""
+        return await run(lambda: self.publish(step, metadata, timeout=timeout), stop=lambda: False)
+
+    async def async_wait(
+        self, version: Version | int, *, replicas: int | None = None, timeout: float = 60.0
+    ) -> Receipt:
+        """``wait`` on a thread of its own. Cancelled, it ends at once; nothing depends on it."""
+        return await run(lambda: self.wait(version, replicas=replicas, timeout=timeout))
+
+    async def async_latest(self) -> int | None:
+        """``latest`` on a thread of its own."""
+        return await run(lambda: self.latest)
 
     @property
     def latest(self) -> int | None:

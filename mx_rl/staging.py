@@ -19,6 +19,7 @@ from mx_rl.install import Work
 from mx_rl.landing import Landing
 from mx_rl.layout import RankLayout, WorldLayout
 from mx_rl.live import Live
+from mx_rl.patience import Patience
 from mx_rl.plan import Plan, make_plan
 from mx_rl.records import Dead, ReplicaSeats, Round, Source, VersionRecord, encode, table_key
 from mx_rl.reports import MemoryReport
@@ -37,6 +38,7 @@ class Cargo:
     plan: Plan
     landing: Landing
     haul: Haul
+    layout: str  # hash of the rank layout that it was planned for
     seconds: dict[str, float] = field(default_factory=dict)
 
     live: Live | None = None  # peers read the live tensors, once it is installed
@@ -166,36 +168,51 @@ class Staging:
         if self._world is not None:
             self._member.put(*self._world)
 
-    def load(self, told: Round, seats: ReplicaSeats | None, deadline: float) -> Cargo:
-        """Bring the version of this round into the stage.
+    def load(self, told: Round, seats: ReplicaSeats | None, patience: Patience, moved: Callable[[int], None]) -> Cargo:
+        """Bring the version of this round into the stage; ``moved`` is told how many windows are here.
 
         Raises LayoutMismatch and its kinds before a byte moves; VersionGone, PeerLost, RegistryLost where sources fail.
         """
         assert told.record is not None
         begun = time.monotonic()
         plan = self._plan(told.record, seats)
-        cargo = Cargo(told.record, plan, self.landing, Haul(), {"plan": time.monotonic() - begun}, self.live)
-        if self.live is not None:
+        cargo = Cargo(told.record, plan, self.landing, Haul(), self.layout.hash, live=self.live)
+        cargo.seconds["plan"] = time.monotonic() - begun
+        if self.live is not None and not told.ahead:  # ahead of a call, user code that gives tensors is not called
             self.live.follow(plan, resolve(self._tensors))
         if not self.stage.direct:
             planned = time.monotonic()
-            self._move(told, cargo, deadline)
+            self._move(told, cargo, patience, moved)
             cargo.seconds["move"] = time.monotonic() - planned
         return cargo
 
-    def prepare(self, told: Round, cargo: Cargo, deadline: float) -> Work:
+    def prepare(self, told: Round, cargo: Cargo, patience: Patience, moved: Callable[[int], None]) -> Work:
         """The install of what was loaded; all that can be refused is refused here. With a direct stage ``run`` moves the
-        bytes, by ``deadline``, and may fail for all reasons that a move has."""
+        bytes, and may fail for all reasons that a move has."""
         plan, live = cargo.plan, self.live
         work = self.stage.prepare(plan, cargo.landing)
         if live is not None:
             live.follow(plan, resolve(self._tensors))
+
+        def move() -> None:
+            # The vote is given: what is left of the call's time must not end a move whose source is well.
+            self._move(told, cargo, patience.extended(2 * patience.stall_s), moved)
+
         return _Install(
             work,
             live,
-            (lambda: self._move(told, cargo, deadline)) if self.stage.direct else None,
+            move if self.stage.direct else None,
             (lambda: live.open(plan, resolve(self._tensors))) if live is not None else lambda: None,
         )
+
+    def close_reading(self) -> None:
+        """Live weights are not to be read any more, until the next install or ``reopen``."""
+        if self.live is not None:
+            self.live.close_reading()
+
+    def reopen(self) -> Source | None:
+        """Nothing has touched the live weights since ``close_reading``: where peers may read them again."""
+        return self.live.reopen(resolve(self._tensors)) if self.live is not None else None
 
     def release_live(self) -> None:
         """The live tensors are about to move or to go: nobody reads or fills them until the next install."""
@@ -208,6 +225,11 @@ class Staging:
         self.stage.close()
         if self.live is not None:
             self.live.close()
+
+    def take_dead(self) -> tuple[str, ...]:
+        """Agents that were found dead since the last call, to be told with a resolve."""
+        dead, self.dead = tuple(self.dead), []
+        return dead
 
     # ---- plan
 
@@ -238,7 +260,7 @@ class Staging:
 
     # ---- move
 
-    def _move(self, told: Round, cargo: Cargo, deadline: float) -> None:
+    def _move(self, told: Round, cargo: Cargo, patience: Patience, moved: Callable[[int], None]) -> None:
         record, plan = cargo.record, cargo.plan
         landing = self._landing_for(plan)
         if self.stage.direct:
@@ -263,11 +285,12 @@ class Staging:
             lookup=self._member.endpoint_record,
             table=self._member.run_table,
             replace=lambda landing: self._replace(landing, plan),
-            stall_s=self._member.endpoint.options.stall_s,
+            patience=patience,
+            moved=moved,
         )
         begun, before = time.monotonic(), len(progress.confirmed)
         try:
-            fetch.run(deadline)
+            fetch.run()
         except MxRLError as exc:
             self._note_failure(exc, time.monotonic() - begun, len(progress.confirmed) - before, len(plan.window_bounds))
             if self._rank:

@@ -29,7 +29,7 @@ def not_ready(policy: str, found: Nothing, at_least: int | None, exactly: int | 
     return NotReady(text, latest=found.latest or None, missing=list(found.missing))
 
 
-def check_arguments(replica: str | None, rank: int, world_size: int, sources: Sequence[str], prefetch: bool) -> None:
+def check_arguments(replica: str | None, rank: int, world_size: int, sources: Sequence[str]) -> None:
     if world_size < 1 or not 0 <= rank < world_size:
         raise InvalidArgument(f"rank={rank} of world_size={world_size}: rank must be 0 to world_size - 1")
     if world_size > 1 and replica is None:
@@ -37,8 +37,6 @@ def check_arguments(replica: str | None, rank: int, world_size: int, sources: Se
     unknown = [source for source in sources if source not in ("peer", "trainer")]
     if unknown or not sources:
         raise InvalidArgument(f'sources={tuple(sources)!r}: this release knows "peer" and "trainer"')
-    if prefetch:
-        raise InvalidArgument("prefetch=True is not in this release: call stage() early and install() later")
 
 
 def check_modes(stage: str, serve: str, swap: bool, prefetch: bool) -> None:

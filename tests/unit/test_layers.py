@@ -18,8 +18,9 @@ ROOT = Path(mx_rl.__file__).parent
 # (base.py) lies below what implements it, and below the arena, which hands its regions to transports.
 LAYERS = [
     "__init__ errors",
-    "config columns copies deadline",
-    "records replica holds reports target",
+    "config columns copies deadline patience",
+    "records replica holds reports target prefetch",
+    "twins",
     "transport.base registry.base",
     "tensors arena runs seat",
     "table",
@@ -43,7 +44,10 @@ LAYERS = [
     "commits fetch live stage",
     "direct swap in_place",
     "staging",
-    "membership",
+    "membership staged",
+    "standing",
+    "switch",
+    "intake",
     "publisher subscriber",
     "ray ray.*",
     "clusters loopback",
