@@ -16,12 +16,13 @@ from typing import Any
 
 from mx_rl.addresses import memory_of
 from mx_rl.claim import Claimant, name_ranks
-from mx_rl.commits import Commits, aborted
+from mx_rl.commits import Commits
 from mx_rl.config import Options
 from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, seat_key, unique_name
 from mx_rl.errors import IncompleteVersion, InvalidArgument, RegistryLost
 from mx_rl.in_place import InPlace, Mutations
 from mx_rl.layout import RankLayout
+from mx_rl.partners import Snapshot
 from mx_rl.records import AwaitFree, AwaitInstalled, Commit, Free, Installs, Seat, Source, encode
 from mx_rl.registry import Registry
 from mx_rl.reports import MemoryReport, Receipt, Version
@@ -139,7 +140,10 @@ class Publisher:
                     self._mutations.check()
                 extra = _metadata_bytes(metadata)
                 tensors = resolve(self._tensors)
-                ring = self._ring_for(tensors)
+                holds = RankLayout.of(tensors, wire_dtype=self._wire_dtype)
+                # Live tensors are published whole: a copy less would save nothing.
+                layout, known = self._commits.partners.share_of(holds, epoch.epoch) if self._slots else (holds, None)
+                ring = self._ring_for(layout, tensors)
                 resolved = time.monotonic()
                 slot = self._take_slot(ring, deadline)
                 taken = time.monotonic()
@@ -147,12 +151,18 @@ class Publisher:
                 slot.key = key
                 if self._mutations is not None:
                     self._mutations.published(tensors)
+                checked = self._commits.partners.check(known, self._k, tensors)
             except BaseException as exc:
                 self._commits.submit(self._commit(epoch, error=f"{type(exc).__name__}: {exc}"), epoch.base + self._k)
                 raise
             copied = time.monotonic()
             number = epoch.base + self._k
-            self._commits.submit(self._commit(epoch, step=step, ring=ring, source=source, metadata=extra), number)
+            commit = self._commit(epoch, step=step, ring=ring, holds=holds, source=source, metadata=extra)
+            shot = None
+            if self._slots:  # what lies in live tensors when the commit is made may be the next version
+                block = ring.served.arena.blocks[slot.index]
+                shot = Snapshot(holds=holds, layout=layout, block=block, known=known, checked=checked)
+            self._commits.submit(commit, number, shot)
             return Version(
                 number=number,
                 epoch=epoch.epoch,
@@ -185,7 +195,7 @@ class Publisher:
                 outcome = self._commits.settle(key, deadline)
                 if outcome.state == "aborted":
                     self._commits.raise_failure()
-                    raise aborted(outcome)
+                    raise self._commits.aborted(key, outcome)
                 number = outcome.number or number
             left = max(deadline - time.monotonic(), 0)
             done = self._member.ask(
@@ -294,6 +304,7 @@ class Publisher:
         *,
         step: int | None = None,
         ring: Slots | None = None,
+        holds: RankLayout | None = None,
         source: Source | None = None,
         metadata: bytes | None = None,
         error: str | None = None,
@@ -307,6 +318,7 @@ class Publisher:
             incarnation=self.incarnation,
             step=step,
             layout=ring.layout.hash if ring else "",
+            holds=holds.hash if ring and holds and holds.hash != ring.layout.hash else "",
             source=source,
             window_bytes=self.options.window_bytes,
             wire_bytes=ring.layout.nbytes if ring else 0,
@@ -347,11 +359,10 @@ class Publisher:
         self._member.put(ring.served.name, record)
         self._member.put(seat_key(self.incarnation), record)
 
-    def _ring_for(self, tensors: Mapping[str, tuple[Shard, ...]]) -> Slots:
-        """The ring of the present layout. Another layout gets another ring; the old slots live on until their readers
+    def _ring_for(self, layout: RankLayout, tensors: Mapping[str, tuple[Shard, ...]]) -> Slots:
+        """The ring of what is snapshotted. Another layout gets another ring; the old slots live on until their readers
         are done."""
         assert self._ring is not None
-        layout = RankLayout.of(tensors, wire_dtype=self._wire_dtype)
         if not self._ring.fits(layout, tensors):
             old, self._ring = self._ring, self._open_ring(layout, tensors, replaces=self._ring)
             if self._slots:

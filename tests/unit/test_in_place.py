@@ -7,7 +7,7 @@ from mx_rl import Publisher, Subscriber
 from mx_rl.errors import InvalidArgument, PeerLost, VersionGone
 from mx_rl.registry.memory import MemoryRegistry
 from tests.support.faulty import faulty
-from tests.support.local import FAST
+from tests.support.local import STEADY
 from tests.unit.test_memory_modes import IDS, MODES, Net, assert_same, change
 
 COUNT = 64 * 1024  # float32: 64 windows of 4096 bytes
@@ -26,11 +26,11 @@ def faults(monkeypatch):
 
 
 def publisher(registry, tensors, **named):
-    return Publisher("p", tensors, registry=registry, options=FAST, **({"slots": 0} | named))
+    return Publisher("p", tensors, registry=registry, options=STEADY, **({"slots": 0} | named))
 
 
 def subscriber(registry, tensors, **named):
-    return Subscriber("p", tensors, registry=registry, options=FAST, **named)
+    return Subscriber("p", tensors, registry=registry, options=STEADY, **named)
 
 
 def weights(value):

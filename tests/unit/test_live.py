@@ -8,7 +8,7 @@ from mx_rl.errors import PeerLost, Tainted, VersionGone
 from mx_rl.registry.memory import MemoryRegistry
 from mx_rl.tensors import resolve
 from tests.support.faulty import faulty
-from tests.support.local import FAST
+from tests.support.local import STEADY
 
 COUNT = 64 * 1024  # float32: 64 windows of 4096 bytes
 LIVE = "p-r0-live-"
@@ -26,11 +26,11 @@ def faults(monkeypatch):
 
 
 def publisher(registry, tensors, **named):
-    return Publisher("p", tensors, registry=registry, options=FAST, **named)
+    return Publisher("p", tensors, registry=registry, options=STEADY, **named)
 
 
 def subscriber(registry, tensors, **named):
-    return Subscriber("p", tensors, registry=registry, options=FAST, **named)
+    return Subscriber("p", tensors, registry=registry, options=STEADY, **named)
 
 
 def weights(value):

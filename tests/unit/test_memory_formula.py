@@ -7,7 +7,7 @@ import torch
 
 from mx_rl import MemoryReport, Publisher, Subscriber
 from mx_rl.registry.memory import MemoryRegistry
-from tests.support.local import FAST
+from tests.support.local import STEADY
 from tests.unit.test_memory_modes import IDS, MODES
 
 
@@ -42,8 +42,8 @@ def test_registered_bytes_are_those_of_the_formula(shapes):
     wire = packed([2 * tensor.numel() for tensor in tensors.values()])
     target = {name: torch.zeros(tensor.shape, dtype=torch.bfloat16) for name, tensor in tensors.items()}
     with (
-        Publisher("p", tensors, registry=registry, options=FAST, wire_dtype=torch.bfloat16, slots=3) as pub,
-        Subscriber("p", target, registry=registry, options=FAST) as sub,
+        Publisher("p", tensors, registry=registry, options=STEADY, wire_dtype=torch.bfloat16, slots=3) as pub,
+        Subscriber("p", target, registry=registry, options=STEADY) as sub,
     ):
         sub.sync(at_least=pub.publish().number, timeout=10)
         assert pub.registered_bytes == arena(3, wire)
@@ -61,8 +61,8 @@ def test_the_report_of_every_mode_is_the_formula(shapes, mode):
     sizes = [4 * math.prod(shape) for shape in shapes]
     model, pack = sum(sizes), packed(sizes)
     with (
-        Publisher("p", source, registry=registry, options=FAST, slots=3) as pub,
-        Subscriber("p", target, registry=registry, options=FAST, **mode) as sub,
+        Publisher("p", source, registry=registry, options=STEADY, slots=3) as pub,
+        Subscriber("p", target, registry=registry, options=STEADY, **mode) as sub,
     ):
         for _ in range(2):
             assert pub.memory == MemoryReport(

@@ -9,7 +9,7 @@ import torch
 from mx_rl import Publisher, Subscriber
 from mx_rl.arena import Arena
 from mx_rl.registry.memory import MemoryRegistry
-from tests.support.local import FAST
+from tests.support.local import STEADY
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def arenas(monkeypatch):
 def test_arenas_are_freed_by_close_although_the_closed_objects_are_kept(arenas):
     registry = MemoryRegistry()
     source, target = {"w": torch.ones(5000)}, {"w": torch.zeros(5000)}
-    pub = Publisher("p", source, registry=registry, options=FAST)
-    sub = Subscriber("p", target, registry=registry, options=FAST)
+    pub = Publisher("p", source, registry=registry, options=STEADY)
+    sub = Subscriber("p", target, registry=registry, options=STEADY)
     sub.sync(at_least=pub.publish().number, timeout=10)
     assert len(arenas) == 2
     assert all(arena() is not None for arena in arenas)
@@ -48,8 +48,8 @@ def test_publishers_and_subscribers_that_are_dropped_leave_no_circle(arenas):
 
     def once(value):
         with (
-            Publisher("p", {"w": torch.full((5000,), value)}, registry=registry, options=FAST) as pub,
-            Subscriber("p", {"w": torch.zeros(5000)}, registry=registry, options=FAST) as sub,
+            Publisher("p", {"w": torch.full((5000,), value)}, registry=registry, options=STEADY) as pub,
+            Subscriber("p", {"w": torch.zeros(5000)}, registry=registry, options=STEADY) as sub,
         ):
             staged = None
             if sub.stage(pub.publish().number, timeout=10) is not None:

@@ -9,7 +9,7 @@ from mx_rl import Publisher, Shard, Subscriber
 from mx_rl.errors import AliasConflict, InvalidArgument, Tainted
 from mx_rl.registry.memory import MemoryRegistry
 from tests.support.faulty import faulty
-from tests.support.local import FAST, together
+from tests.support.local import STEADY, together
 
 MODES = [
     {"stage": "device", "serve": "stage"},
@@ -42,11 +42,11 @@ def faults(monkeypatch):
 
 
 def publisher(registry, tensors, **named):
-    return Publisher("p", tensors, registry=registry, options=FAST, **named)
+    return Publisher("p", tensors, registry=registry, options=STEADY, **named)
 
 
 def subscriber(registry, tensors, **named):
-    return Subscriber("p", tensors, registry=registry, options=FAST, **named)
+    return Subscriber("p", tensors, registry=registry, options=STEADY, **named)
 
 
 class Net(torch.nn.Module):

@@ -7,7 +7,7 @@ import torch
 
 from mx_rl import Publisher, Subscriber
 from mx_rl.registry.memory import MemoryRegistry
-from tests.support.local import FAST
+from tests.support.local import STEADY
 
 
 class Net(torch.nn.Module):
@@ -25,8 +25,8 @@ def pair():
     registry = MemoryRegistry()
     source, live = Net(), Net()
     with (
-        Publisher("p", source, registry=registry, options=FAST) as pub,
-        Subscriber("p", live, registry=registry, options=FAST, swap=True) as sub,
+        Publisher("p", source, registry=registry, options=STEADY) as pub,
+        Subscriber("p", live, registry=registry, options=STEADY, swap=True) as sub,
     ):
 
         def step():
@@ -71,7 +71,7 @@ def test_the_old_storage_is_freed_at_construction():
     live, registry = Net(), MemoryRegistry()
     before = live.second.weight.data_ptr()
     values = copy.deepcopy(live.state_dict())
-    with Subscriber("p", live, registry=registry, options=FAST, swap=True):
+    with Subscriber("p", live, registry=registry, options=STEADY, swap=True):
         assert live.second.weight.data_ptr() != before
         for name, tensor in values.items():
             assert torch.equal(tensor, live.state_dict()[name])
@@ -132,8 +132,8 @@ def test_a_compiled_module_and_a_mapping_are_copied():
         source, live = Net(), Net()
         place = live.second.weight.data_ptr()
         with (
-            Publisher("p", source, registry=registry, options=FAST) as pub,
-            Subscriber("p", made(live), registry=registry, options=FAST, swap=True) as sub,
+            Publisher("p", source, registry=registry, options=STEADY) as pub,
+            Subscriber("p", made(live), registry=registry, options=STEADY, swap=True) as sub,
         ):
             for _ in range(2):
                 sub.sync(at_least=pub.publish().number, timeout=10)
@@ -146,8 +146,8 @@ def test_a_compiled_module_and_a_mapping_are_copied():
 def test_weights_stay_when_the_subscriber_is_closed():
     registry = MemoryRegistry()
     source, live = Net(), Net()
-    with Publisher("p", source, registry=registry, options=FAST) as pub:
-        with Subscriber("p", live, registry=registry, options=FAST, swap=True) as sub:
+    with Publisher("p", source, registry=registry, options=STEADY) as pub:
+        with Subscriber("p", live, registry=registry, options=STEADY, swap=True) as sub:
             sub.sync(at_least=pub.publish().number, timeout=10)
     for name, tensor in source.state_dict().items():
         assert torch.equal(tensor, live.state_dict()[name])
