@@ -9,6 +9,7 @@ from mx_rl.registry.memory import MemoryRegistry
 from mx_rl.tensors import resolve
 from tests.support.faulty import faulty
 from tests.support.local import STEADY
+from tests.support.until import until
 
 COUNT = 64 * 1024  # float32: 64 windows of 4096 bytes
 LIVE = "p-r0-live-"
@@ -135,3 +136,53 @@ def test_a_failed_install_serves_nothing_and_the_next_one_does(registry):
         peer.sync(at_least=number, timeout=10)
         with subscriber(registry, joined) as joiner:
             assert set(joiner.sync(timeout=10).served_by) == {f"peer:{peer.replica}"}
+
+
+@pytest.mark.parametrize("stage", ["device", "none"])
+def test_a_pause_closes_live_weights_to_peers_and_a_resume_that_kept_them_opens_them(registry, stage):
+    source, live, joined = {"w": weights(1)}, {"w": torch.zeros(COUNT)}, {"w": torch.zeros(COUNT)}
+
+    def served_by(number):
+        joined["w"].zero_()
+        with subscriber(registry, joined, replica="joiner") as joiner:
+            found = set(joiner.sync(at_least=number, timeout=10).served_by)
+            assert torch.equal(joined["w"], source["w"])
+            return found
+
+    with publisher(registry, source) as pub, subscriber(registry, live, stage=stage, serve="live") as peer:
+        number = pub.publish().number
+        peer.sync(at_least=number, timeout=10)
+        assert served_by(number) == {f"peer:{peer.replica}"}
+        peer.pause()
+        assert served_by(number) == {"trainer:0"}
+        peer.release_live()
+        live["w"] = torch.full((COUNT,), -1.0)  # the engine sleeps and gives its memory up
+        assert served_by(number) == {"trainer:0"}
+        peer.resume(weights_kept=False)
+        assert served_by(number) == {"trainer:0"}
+        peer.sync(timeout=10)
+        assert torch.equal(live["w"], source["w"])
+        assert served_by(number) == {f"peer:{peer.replica}"}
+        peer.pause()
+        peer.resume()
+        assert served_by(number) == {f"peer:{peer.replica}"}
+
+
+def test_prefetch_goes_with_live_serving_and_with_swaps(registry):
+    source = torch.nn.Linear(300, 200)
+    for mode in ({"serve": "live"}, {"swap": True}, {"swap": True, "serve": "off"}):
+        live, joined = torch.nn.Linear(300, 200), torch.nn.Linear(300, 200)
+        with publisher(registry, source) as pub, subscriber(registry, live, prefetch=True, **mode) as peer:
+            for value in range(4):
+                with torch.no_grad():
+                    source.weight.fill_(float(value))
+                number = pub.publish().number
+                until(lambda wanted=number: peer.staged == wanted)
+                if value:  # what is installed stays what peers read while the next version waits
+                    assert live.weight.eq(value - 1).all()
+                assert peer.sync(at_least=number, timeout=10).version == number
+                assert live.weight.eq(value).all()
+            with subscriber(registry, joined) as joiner:
+                wanted = {"trainer:0"} if mode.get("serve") == "off" else {f"peer:{peer.replica}"}
+                assert set(joiner.sync(at_least=number, timeout=10).served_by) == wanted
+                assert joined.weight.eq(value).all()
