@@ -14,8 +14,8 @@ from mx_rl.ray.arguments import check_size, endpoint_options
 from mx_rl.ray.deadline import Deadline
 from mx_rl.ray.dispatch import Roster, dispatch
 from mx_rl.ray.host import RolloutHost
+from mx_rl.ray.interrupts import END_S, patience
 from mx_rl.ray.placement import Request
-from mx_rl.ray.ranks import END_S
 from mx_rl.ray.remote import gather
 from mx_rl.ray.replica import Replica
 from mx_rl.ray.report import FleetReport
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from mx_rl.reports import Version
 
 _OURS = {"policy", "tensors", "registry", "replica", "rank", "world_size"}
-_CLOSE_S = 3 * END_S
 _SLICE_S = 0.25
 
 
@@ -267,19 +266,26 @@ class RolloutFleet:
             return tuple(slot.replica.name for slot in slots if slot.replica is not None)
 
     def _add(self, number: int, deadline: Deadline) -> list[Slot]:
-        """Start slots, all at once, and wait until each has a built replica; none stays where one fails."""
+        """Start slots, all at once, and wait until each has a built replica; none stays where one fails, nor after a
+        Ctrl-C."""
         if self._recipe is None:
             raise InvalidArgument(
                 "a fleet made by from_actors cannot make actors: wrap more of yours in a fleet of their own"
             )
         new = [Slot(self._recipe, changed=self._roster.changed, wanted=self._roster.wanted) for _ in range(number)]
-        self._roster.slots.extend(new)
-        for slot in new:
-            slot.start()
-        with self._roster.changed:
-            while not (all(slot.settled for slot in new) or any(slot.error for slot in new) or deadline.over):
-                self._check_open()
-                self._roster.changed.wait(min(_SLICE_S, deadline.left))
+        waited = False
+        try:
+            self._roster.slots.extend(new)
+            for slot in new:
+                slot.start()
+            with self._roster.changed:
+                while not (all(slot.settled for slot in new) or any(slot.error for slot in new) or deadline.over):
+                    self._check_open()
+                    self._roster.changed.wait(min(_SLICE_S, deadline.left))
+            waited = True
+        finally:
+            if not waited:
+                self._end(new, Deadline(0))
         failed = [slot.error for slot in new if slot.error is not None]
         late = [slot for slot in new if not slot.settled]
         if failed or late:
@@ -314,13 +320,19 @@ class RolloutFleet:
                 self._roster.changed.wait(min(_SLICE_S, deadline.left))
 
     def _end(self, slots: Sequence[Slot], drain: Deadline) -> None:
+        """Returns when their replicas are gone, or are overdue. After a Ctrl-C they go on ending by themselves."""
         ending = list(slots)
-        for slot in ending:
-            slot.stop(drain)
-        until = Deadline(drain.left + _CLOSE_S)
-        for slot in ending:
-            slot.join(until)
-            self._roster.slots.remove(slot)
+        try:
+            for slot in ending:
+                slot.stop(drain)
+            until = Deadline(drain.left + 3 * patience())
+            for slot in ending:
+                slot.join(until)
+        finally:
+            for slot in ending:
+                slot.stop(drain)  # again: the first round may not have come to an end
+                if slot in self._roster.slots:
+                    self._roster.slots.remove(slot)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,9 @@ from mx_rl.ray.actors import Trainer, check_class, check_method
 from mx_rl.ray.arguments import check_size, endpoint_options
 from mx_rl.ray.deadline import Deadline
 from mx_rl.ray.host import TrainerHost
+from mx_rl.ray.interrupts import END_S
 from mx_rl.ray.placement import Request
-from mx_rl.ray.ranks import END_S, Ranks
+from mx_rl.ray.ranks import Ranks
 from mx_rl.ray.remote import died, failure, gather
 from mx_rl.ray.session import close_at_exit
 from mx_rl.ray.wrapped import WrappedRanks
@@ -186,9 +187,9 @@ class TrainerGroup:
                 )
             if self._closing.is_set():
                 raise Closed(f"the TrainerGroup of {self.policy!r} was closed")
-            if self._ranks is not None:
-                self._ranks.end(timeout=END_S)
-                self._ranks = None
+            ranks, self._ranks = self._ranks, None
+            if ranks is not None:
+                ranks.end(timeout=END_S)
             self._launch(self._timeout if timeout is None else timeout)
 
     def status(self, *, timeout: float = 5.0) -> dict[str, Any]:

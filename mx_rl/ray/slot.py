@@ -17,8 +17,9 @@ from mx_rl.errors import ActorFailed, Closed, MxRLError, StartTimeout
 from mx_rl.ray.actors import Rollout
 from mx_rl.ray.deadline import Deadline
 from mx_rl.ray.host import RolloutHost
+from mx_rl.ray.interrupts import END_S
 from mx_rl.ray.placement import Request
-from mx_rl.ray.ranks import END_S, Ranks
+from mx_rl.ray.ranks import Ranks
 from mx_rl.ray.replica import Replica
 from mx_rl.ray.session import Session
 from mx_rl.ray.watch import Watch
@@ -122,7 +123,8 @@ class Slot:
 
     def join(self, deadline: Deadline) -> bool:
         """Whether the slot's replica is gone, within the deadline."""
-        self._thread.join(deadline.left)
+        if self._thread.ident is not None:
+            self._thread.join(deadline.left)
         return not self._thread.is_alive()
 
     @property

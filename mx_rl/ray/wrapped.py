@@ -8,7 +8,8 @@ from typing import Any
 
 from mx_rl.ray.deadline import Deadline
 from mx_rl.ray.host import Host, operate
-from mx_rl.ray.ranks import END_S, Ranks
+from mx_rl.ray.interrupts import patience
+from mx_rl.ray.ranks import Ranks
 
 
 class WrappedRanks(Ranks):
@@ -34,12 +35,14 @@ class WrappedRanks(Ranks):
             up = True
         finally:
             if not up:
-                self.end(timeout=END_S)
+                self.end(timeout=patience())
 
     def end(self, *, timeout: float) -> None:
         """Close the publishers or subscribers in at most ``timeout`` seconds; the actors are their user's."""
         if self._session.alive():
-            self._close(timeout)  # whether a silent one has ended is not ours to say: its lease is
+            with self._lock:
+                actors, self._actors = self._actors, []
+            self._close(actors, timeout)  # whether a silent one has ended is not ours to say: its lease is
 
     def _invoke(self, actor: Any, operation: str, /, *args: Any, **kwargs: Any) -> Any:
         return actor.__ray_call__.remote(operate, self._kind, operation, *args, **kwargs)
