@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mx_rl.errors import CallTimeout, Closed, InvalidArgument, NotReady, StartTimeout
 from mx_rl.ray.actors import Rollout, check_class, check_method
+from mx_rl.ray.announced import Announced
 from mx_rl.ray.arguments import check_size, endpoint_options
 from mx_rl.ray.deadline import Deadline
 from mx_rl.ray.dispatch import Roster, dispatch
@@ -130,6 +131,7 @@ class RolloutFleet:
         fleet._recipe = None
         options = endpoint_options("subscriber", subscriber, registry, ours=_OURS)
         fleet._init()
+        fleet._announced = Announced(policy, options["registry"])
         deadline = Deadline(timeout)
         try:
             for number, ranks in enumerate(actors):
@@ -140,7 +142,12 @@ class RolloutFleet:
                 )
                 wrapped.adopt(build, options, deadline=deadline, abort=fleet._closing)
                 replica = Replica(wrapped, concurrency=1)
-                slot = Slot.adopted(replica, changed=fleet._roster.changed, wanted=fleet._roster.wanted)
+                slot = Slot.adopted(
+                    replica,
+                    changed=fleet._roster.changed,
+                    wanted=fleet._roster.wanted,
+                    announced=fleet._announced,
+                )
                 fleet._roster.slots.append(slot)
                 slot.start()
         except BaseException:
@@ -152,6 +159,7 @@ class RolloutFleet:
         self._roster = Roster()
         self._closing = threading.Event()
         self._scaling = threading.Lock()
+        self._announced: Announced | None = None
         close_at_exit(self)
 
     # ---- versions ----------------------------------------------------------------------------------------------------
@@ -168,7 +176,10 @@ class RolloutFleet:
         number = getattr(at_least, "number", at_least)
         if number is not None and (not isinstance(number, int) or number < 0):
             raise InvalidArgument(f"at_least={at_least!r}: a Version or its number")
-        return sync_all(self._roster, at_least=number, deadline=Deadline(timeout), check=self._check_open)
+        deadline = Deadline(timeout)
+        if self._announced is not None:
+            self._announced.wait(number or 1, deadline, check=self._check_open)
+        return sync_all(self._roster, at_least=number, deadline=deadline, check=self._check_open)
 
     @property
     def latest(self) -> int | None:
@@ -375,6 +386,8 @@ class RolloutFleet:
             slot.stop(Deadline(0))  # a scale that drains lets go of the lock then
         with self._scaling:
             self._end(self._roster.slots, Deadline(0))
+        if self._announced is not None:
+            self._announced.close()
 
     def __enter__(self) -> RolloutFleet:
         return self
