@@ -258,7 +258,7 @@ def portable() -> Iterator[None]:
             copy.copy(error)
         except Exception:  # noqa: BLE001 - whatever a foreign constructor raises
             text = traceback.format_exc()
-            raise ActorFailed(f"{type(error).__name__}: {error}", text=text) from None
+            raise ActorFailed(f"{type(error).__name__}: {error}", text=text, stands_for=type(error).__name__) from None
         raise
 
 
