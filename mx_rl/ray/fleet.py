@@ -16,7 +16,7 @@ from mx_rl.ray.deadline import Deadline
 from mx_rl.ray.dispatch import Roster, dispatch
 from mx_rl.ray.host import RolloutHost
 from mx_rl.ray.interrupts import END_S, patience
-from mx_rl.ray.placement import Request
+from mx_rl.ray.placement import Request, no_room
 from mx_rl.ray.remote import gather
 from mx_rl.ray.replica import Replica
 from mx_rl.ray.report import FleetReport
@@ -301,9 +301,14 @@ class RolloutFleet:
         late = [slot for slot in new if not slot.settled]
         if failed or late:
             states = self._roster.states()
+            placeless = [slot.replica for slot in late if slot.replica is not None and not slot.replica.locations]
+            if placeless and not failed:
+                recipe, timeout = self._recipe, deadline.timeout
+                failed = [no_room(recipe.request, recipe.ranks, name=placeless[0].name, timeout=timeout)]
             self._end(new, Deadline(0))
             if failed:
-                raise failed[0]
+                # A lack of room explains what else was late meanwhile.
+                raise next((error for error in failed if "requested" in error.fields), failed[0])
             raise StartTimeout(
                 f"{len(late)} of {number} new replicas were not built in {deadline.timeout:g} s: {states}",
                 missing=len(late),
