@@ -264,15 +264,17 @@ def test_a_users_placement_group_that_is_too_small_says_so_and_stays():
         lambda: RolloutFleet(Echo, policy="small", num_cpus=2, placement=room, timeout=2.0),
     ):
         begun = time.monotonic()
-        with pytest.raises(StartTimeout, match="no room for .* given placement group") as caught:
+        with pytest.raises(StartTimeout, match=r"no room for .* given placement group") as caught:
             make()
         assert time.monotonic() - begun < 15
         assert caught.value.requested
         assert caught.value.available
         eventually(lambda: not living_actors(), what="actors gone")
     with RolloutFleet(Echo, policy="small", replicas=2, placement=room) as fleet:
-        with pytest.raises(StartTimeout, match="no room for"):
+        with pytest.raises(StartTimeout, match="no room for") as caught:
             fleet.scale(3, timeout=2.0)
+        assert caught.value.requested == [{"CPU": 1}]
+        assert caught.value.available["CPU"] == 6
         assert len(fleet.status()["replicas"]) == 2
     assert living_placement_groups() == ["small"]
     remove_placement_group(room)
