@@ -21,6 +21,7 @@ from mx_rl.ray import Rollout, RolloutFleet, Trainer, TrainerGroup
 from tests.support.local_ray import eventually, left_behind
 
 PAUSE_S = 20.0  # of what is slow: longer than any limit below
+OUR_THREADS = ("mx-rl-slot", "mx-rl-send")
 FOLDER = Path(sys.argv[2]) if len(sys.argv) > 2 else Path()
 
 
@@ -249,12 +250,19 @@ def main() -> None:
     before = set(threading.enumerate())
     cases = Cases()
     for name in sys.argv[3:]:
-        print(json.dumps({"case": name, **getattr(cases, name)()}), flush=True)
+        tell(name, **getattr(cases, name)())
     cases.close()
-    eventually(lambda: not left_behind(), timeout=40, what=f"nothing left: {left_behind()}")
-    threads = [each.name for each in threading.enumerate() if each not in before]
-    ours = [name for name in threads if name in ("mx-rl-slot", "mx-rl-send")]
-    print(json.dumps({"case": "end", "left": left_behind(), "threads": ours}), flush=True)
+
+    def threads() -> list[str]:
+        return [each.name for each in threading.enumerate() if each not in before and each.name in OUR_THREADS]
+
+    eventually(lambda: not left_behind() and not threads(), timeout=40, what="an end with nothing left")
+    tell("end", left=left_behind(), threads=threads())
+
+
+def tell(case: str, **facts: Any) -> None:
+    sys.stdout.write(json.dumps({"case": case, **facts}) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
