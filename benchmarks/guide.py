@@ -1,7 +1,7 @@
 """The loop of docs/guide.md before and after mx-rl, on a model of real size (``--only guide`` for this alone).
 
-What is timed, in the driver: from "the step is done" to "all rollouts run the new weights"; and in the actors, how long the
-trainer and each rollout cannot work meanwhile.
+Timed in the driver: from "the step is done" to "all rollouts run the new weights"; until the trainer is free to go on; and
+how long the rollouts are kept from work.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -24,8 +25,18 @@ WAIT_S = 120.0
 WARM_ROUNDS = 3
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shipped:
+    """Seconds. ``pause``: the part of ``rollout`` in which weights change; None where it cannot be told apart."""
+
+    total: float
+    trainer: float
+    rollout: float
+    pause: float | None = None
+
+
 class Actor:
-    """A trainer or rollout of the user's. ``stood`` is how long its own methods took, which is what stops its work."""
+    """A trainer or rollout of the user's."""
 
     def __init__(self, shapes: Shapes, trainer: bool) -> None:
         torch.set_num_threads(1)  # one core a process, as where every core has a rank
@@ -34,20 +45,16 @@ class Actor:
     def weights(self) -> dict[str, Tensor]:
         return self.tensors
 
-    def put(self, as_numpy: bool) -> tuple[list[Any], float]:
-        begun = time.perf_counter()
-        held: dict[str, Any] = dict(self.tensors)
-        if as_numpy:
-            held = {name: tensor.view(torch.uint8).numpy() for name, tensor in self.tensors.items()}
-        return [ray.put(held)], time.perf_counter() - begun
+    def load(self, weights: dict[str, Tensor]) -> None:
+        for name, found in weights.items():
+            self.tensors[name].copy_(found)
 
-    def load(self, given: list[Any]) -> float:
-        begun = time.perf_counter()
-        for name, found in ray.get(given[0], timeout=WAIT_S).items():
-            self.tensors[name].copy_(
-                found if isinstance(found, Tensor) else torch.from_numpy(found).view(torch.bfloat16)
-            )
-        return time.perf_counter() - begun
+    def put(self) -> list[Any]:
+        return [ray.put({name: tensor.view(torch.uint8).numpy() for name, tensor in self.tensors.items()})]
+
+    def take(self, bits: dict[str, Any]) -> None:
+        for name, tensor in self.tensors.items():
+            tensor.view(torch.uint8).numpy()[...] = bits[name]
 
     def stamp(self, mark: int) -> None:
         stamp(self.tensors, mark)
@@ -57,17 +64,37 @@ class Actor:
 
 
 class Before:
-    """As in examples/loop/before.py. The trainer puts, which saves one copy through the driver."""
+    """As in examples/loop/before.py: a state dict, through the driver."""
 
-    def __init__(self, trainer: Any, rollouts: list[Any], as_numpy: bool) -> None:
-        kind = "numpy views" if as_numpy else "a state dict, as most loops do"
-        self.title = f"before: Ray's object store, {kind}"
-        self.trainer, self.rollouts, self.as_numpy = trainer, rollouts, as_numpy
+    title = "before: `ray.put(state_dict)`"
 
-    def ship(self) -> tuple[float, float]:
-        given, trainer = ray.get(self.trainer.put.remote(self.as_numpy), timeout=WAIT_S)
-        loads = ray.get([rollout.load.remote(given) for rollout in self.rollouts], timeout=WAIT_S)
-        return trainer, max(loads)
+    def __init__(self, trainer: Any, rollouts: list[Any]) -> None:
+        self.trainer, self.rollouts = trainer, rollouts
+
+    def ship(self) -> Shipped:
+        begun = time.perf_counter()
+        asked = self.trainer.weights.remote()
+        ray.wait([asked], timeout=WAIT_S, fetch_local=False)
+        free = time.perf_counter()
+        weights = ray.put(ray.get(asked, timeout=WAIT_S))
+        sent = time.perf_counter()
+        ray.get([rollout.load.remote(weights) for rollout in self.rollouts], timeout=WAIT_S)
+        end = time.perf_counter()
+        return Shipped(total=end - begun, trainer=free - begun, rollout=end - sent)
+
+
+class BeforeAtItsBest(Before):
+    """Put by the trainer itself, as numpy views, which Ray stores out of band and hands out without a copy."""
+
+    title = "before, at its best: the trainer puts numpy views"
+
+    def ship(self) -> Shipped:
+        begun = time.perf_counter()
+        given = ray.get(self.trainer.put.remote(), timeout=WAIT_S)
+        free = time.perf_counter()
+        ray.get([rollout.take.remote(given[0]) for rollout in self.rollouts], timeout=WAIT_S)
+        end = time.perf_counter()
+        return Shipped(total=end - begun, trainer=free - begun, rollout=end - free)
 
 
 class After:
@@ -78,15 +105,16 @@ class After:
     def __init__(self, group: TrainerGroup, fleet: RolloutFleet) -> None:
         self.group, self.fleet = group, fleet
 
-    def ship(self) -> tuple[float, float]:
+    def ship(self) -> Shipped:
         begun = time.perf_counter()
         version = self.group.publish()
-        trainer = time.perf_counter() - begun  # with Ray's call: seen from outside, the trainer is back
+        free = time.perf_counter()
         report = self.fleet.sync(at_least=version, timeout=WAIT_S)
+        end = time.perf_counter()
         if not report.ok:
             raise RuntimeError(f"not all rollouts run {version.number}: {report}")
-        # A wrapped actor that runs one call at a time is in its sync for all of it; a hold would end before the install.
-        return trainer, max(one.seconds["total"] for one in report.reports.values())
+        pause = max(one.seconds["pause"] for one in report.reports.values())
+        return Shipped(total=end - begun, trainer=free - begun, rollout=end - free, pause=pause)
 
 
 def measure(shapes: Shapes, rounds: int) -> None:
@@ -105,34 +133,43 @@ def measure(shapes: Shapes, rounds: int) -> None:
     finally:
         ray.shutdown()
     floor = [copy_floor(size) for _ in range(rounds)]
-    print(
-        "| 2 rollouts | step done to all run it, ms (least..most) | trainer stands still, ms | rollout stands still, ms |"
-    )
-    print("| --- | ---: | ---: | ---: |")
-    print(f"| memcpy in one process (the floor) | {spread(floor)} | - | - |")
-    for title, ways in found.items():
-        totals, trainer, rollout = ([one[part] for one in ways] for part in range(3))
-        print(f"| {title} | {spread(totals)} | {milliseconds(trainer)} | {milliseconds(rollout)} |")
+    heads = [
+        "2 rollouts",
+        "step done to all run it, ms (least..most)",
+        "trainer waits",
+        "rollouts wait",
+        "weights change",
+    ]
+    print(f"| {' | '.join(heads)} |")
+    print("| --- |" + " ---: |" * 4)
+    print(f"| memcpy in one process (the floor) | {spread(floor)} | - | - | - |")
+    for title, rows in found.items():
+        pauses = [one.pause for one in rows if one.pause is not None]
+        cells = [
+            spread([one.total for one in rows]),
+            milliseconds([one.trainer for one in rows]),
+            milliseconds([one.rollout for one in rows]),
+            milliseconds(pauses) if pauses else "-",
+        ]
+        print(f"| {title} | {' | '.join(cells)} |")
 
 
-def _run(shapes: Shapes, rounds: int) -> dict[str, list[tuple[float, float, float]]]:
+def _run(shapes: Shapes, rounds: int) -> dict[str, list[Shipped]]:
     kind = ray.remote(num_cpus=1)(Actor)
     trainer, *rollouts = [kind.remote(shapes, first) for first in (True, False, False)]
     with (
         TrainerGroup.from_actors([trainer], policy="guide", build="weights") as group,
         RolloutFleet.from_actors(rollouts, policy="guide", build="weights") as fleet,
     ):
-        ways = [Before(trainer, rollouts, False), Before(trainer, rollouts, True), After(group, fleet)]
-        found: dict[str, list[tuple[float, float, float]]] = {way.title: [] for way in ways}
+        ways = [Before(trainer, rollouts), BeforeAtItsBest(trainer, rollouts), After(group, fleet)]
+        found: dict[str, list[Shipped]] = {way.title: [] for way in ways}
         mark = 0
         for number in range(-WARM_ROUNDS, rounds):
             for way in random.sample(ways, len(ways)):  # what one leaves in the caches hits another each time
                 mark = mark % 250 + 1
                 ray.get(trainer.stamp.remote(mark), timeout=WAIT_S)
-                begun = time.perf_counter()
-                stood = way.ship()
-                total = time.perf_counter() - begun
+                shipped = way.ship()
                 ray.get([rollout.check.remote(mark) for rollout in rollouts], timeout=WAIT_S)
                 if number >= 0:
-                    found[way.title].append((total, *stood))
+                    found[way.title].append(shipped)
     return found
