@@ -187,23 +187,29 @@ class RolloutHost(Host):
 
     attribute = "subscriber"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._holds: bool | None = None
+
     def given(self, seat: Seat) -> dict[str, Any]:
         return {"replica": seat.name}
 
     def open(self, seat: Seat, tensors: Any, options: Mapping[str, Any]) -> Any:
         from mx_rl.subscriber import Subscriber
 
+        named = _for_endpoint(self, options)
+        self._holds = named.pop("holds", None)
         return Subscriber(
             seat.policy,
             tensors,
             replica=seat.name,
             rank=seat.rank,
             world_size=seat.world_size,
-            **_for_endpoint(self, options),
+            **named,
         )
 
     def guard(self) -> AbstractContextManager[Any]:
-        if not getattr(self.worker, "holds", True):
+        if not (getattr(self.worker, "holds", True) if self._holds is None else self._holds):
             return nullcontext(self.endpoint.version)
         held: AbstractContextManager[Any] = self.endpoint.hold()
         return held

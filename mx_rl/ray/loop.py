@@ -10,6 +10,8 @@ from typing import Any
 
 import ray
 
+from mx_rl.holds import acting_for, owner
+
 
 class Loop:
     """``run`` from any thread but the loop's; ``stop`` once, at the end."""
@@ -25,9 +27,12 @@ class Loop:
         and what they made there (locks, tasks, an engine) belongs to that loop.
         """
 
+        who = owner()  # of the hold around this call: a sync in the coroutine is that call's safe point
+
         async def on_loop() -> Any:
-            result = function(*args, **kwargs)
-            return await result if inspect.isawaitable(result) else result
+            with acting_for(who):
+                result = function(*args, **kwargs)
+                return await result if inspect.isawaitable(result) else result
 
         actors = _actors_loop()
         if actors is not None:
@@ -37,7 +42,8 @@ class Loop:
             return result
 
         async def outcome() -> Any:
-            return await result
+            with acting_for(who):
+                return await result
 
         return asyncio.run_coroutine_threadsafe(outcome(), self._opened()).result()
 
