@@ -106,9 +106,14 @@ class Host(ABC):
         """As ``build``, for an actor that its user made: ``build`` names the method that returns its tensors."""
         with portable():
             check_method(self.worker, build)
+            if self.endpoint is not None:  # of a driver that is gone, where the actor outlives it, or of another group
+                self.endpoint.close()
+                self.endpoint = None
             self.endpoint = self.open(seat, self._loop.run(getattr(self.worker, build)), options)
-            if hasattr(self.worker, "__dict__") and not hasattr(self.worker, self.attribute):
+            there = getattr(self.worker, self.attribute, None)
+            if hasattr(self.worker, "__dict__") and (there is None or there is _given.get(self.attribute)):
                 setattr(self.worker, self.attribute, self.endpoint)
+                _given[self.attribute] = self.endpoint
             return str(self.endpoint.incarnation)
 
     def given(self, seat: Seat) -> dict[str, Any]:
@@ -269,6 +274,9 @@ def portable() -> Iterator[None]:
 
 
 _adopted: dict[type[Host], Host] = {}
+_given: dict[
+    str, Any
+] = {}  # what ``adopt`` set on the user's object: an earlier one of ours is replaced, its own is not
 _adopting = threading.Lock()  # a threaded actor of the user's runs several operations at once
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -223,6 +224,27 @@ def test_an_actor_that_ray_restarted_says_that_it_must_be_wrapped_again():
             group.publish()
     with TrainerGroup.from_actors([actor], policy="restarted", build="tensors") as group:
         assert group.publish().number > first.number
+    ray.kill(actor)
+
+
+def test_an_actor_that_is_wrapped_again_finds_the_new_subscriber_and_the_old_one_is_closed():
+    """As where the driver of a detached actor died without a word, and the next one wraps it."""
+
+    class Keeps(Echo):
+        def where(self) -> tuple[str, bool]:
+            return self.subscriber.policy, self.subscriber.ready
+
+    actor = ray.remote(num_cpus=0)(Keeps).remote()
+    first = RolloutFleet.from_actors([actor], policy="first")
+    with RolloutFleet.from_actors([actor], policy="second") as second:
+        assert second.call("where").popitem()[1] == [("second", False)]
+        assert ray.get(actor.where.remote(), timeout=30) == ("second", False)
+        from mx_rl.records import View
+        from mx_rl.registry import open_registry
+
+        members = json.loads(open_registry("ray").call(View(policy="first"), timeout=30).result.json)
+        assert not members["replicas"], "the old subscriber has left"
+    first.close()
     ray.kill(actor)
 
 
