@@ -17,6 +17,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mx_rl.errors import ActorFailed, InvalidArgument, StartTimeout
 from mx_rl.ray import RolloutFleet, TrainerGroup
+from mx_rl.records import View
+from mx_rl.registry import open_registry
 from tests.integration.workers import Echo, Fill
 from tests.support.local_ray import ROOT, eventually, living_actors, living_placement_groups, local_ray, nothing_left
 
@@ -230,18 +232,20 @@ def test_an_actor_that_ray_restarted_says_that_it_must_be_wrapped_again():
 def test_an_actor_that_is_wrapped_again_finds_the_new_subscriber_and_the_old_one_is_closed():
     """As where the driver of a detached actor died without a word, and the next one wraps it."""
 
-    class Keeps(Echo):
+    class Keeps:
+        def tensors(self) -> dict[str, Any]:
+            import torch
+
+            return {"weight": torch.zeros(64)}
+
         def where(self) -> tuple[str, bool]:
             return self.subscriber.policy, self.subscriber.ready
 
     actor = ray.remote(num_cpus=0)(Keeps).remote()
-    first = RolloutFleet.from_actors([actor], policy="first")
-    with RolloutFleet.from_actors([actor], policy="second") as second:
+    first = RolloutFleet.from_actors([actor], policy="first", build="tensors")
+    with RolloutFleet.from_actors([actor], policy="second", build="tensors") as second:
         assert second.call("where").popitem()[1] == [("second", False)]
         assert ray.get(actor.where.remote(), timeout=30) == ("second", False)
-        from mx_rl.records import View
-        from mx_rl.registry import open_registry
-
         members = json.loads(open_registry("ray").call(View(policy="first"), timeout=30).result.json)
         assert not members["replicas"], "the old subscriber has left"
     first.close()
