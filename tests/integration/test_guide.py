@@ -26,7 +26,7 @@ def blocks(language: str) -> list[str]:
 def run(*arguments: str, cwd: Path = ROOT) -> str:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_DEDUP_LOGS": "0"}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
