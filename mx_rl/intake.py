@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from mx_rl.errors import CorruptRecord, IncompleteVersion, StaleVersion, VersionGone
+from mx_rl.errors import CorruptRecord, IncompleteVersion, InvalidArgument, StaleVersion, VersionGone
 from mx_rl.layout import RankLayout
 from mx_rl.patience import Patience
 from mx_rl.prefetch import Prefetched
@@ -60,6 +60,10 @@ class Intake(Switch, Prefetched):
         return self._persist(attempt, exact, patience)
 
     def _stage_within(self, least: int | None, exact: int | None, patience: Patience) -> Staged | None:
+        staging, _, _ = self._parts
+        if staging.stage.direct:
+            raise InvalidArgument('stage() with stage="none": its bytes go straight into live weights, so call sync()')
+
         def attempt() -> Staged | SyncReport:
             open_stage = self._open_stage
             found = self._find_stage(least, exact, patience) if open_stage is not None and open_stage.ahead else None
@@ -125,7 +129,8 @@ class Intake(Switch, Prefetched):
         except BaseException as exc:
             self._refuse_round(told.round, record.number, exc)
             raise
-        ranks.tell_progress(told.round, len(cargo.plan.window_bounds), whole=True)
+        moved = 0 if staging.stage.direct else len(cargo.plan.window_bounds)
+        ranks.tell_progress(told.round, moved, whole=True)
         cargo.seconds = {"resolve": resolved, **cargo.seconds}
         self._open_stage = Staged(self, told, cargo)
         return self._open_stage
@@ -151,7 +156,7 @@ class Intake(Switch, Prefetched):
     def _stage_ahead(self) -> bool:
         """Stage what was announced, under the lock. User code is not called: tensors are resolved by calls only."""
         _, ranks, _ = self._parts
-        patience = self._patience(_AHEAD_S, stoppable=True)
+        patience = self._ahead = self._patience(_AHEAD_S, stoppable=True)
         patience.preparing = True
         with self._exclusive(patience, ahead=True):
             if self._idle():
@@ -212,11 +217,10 @@ class Intake(Switch, Prefetched):
         running = self._record.identity if self._record is not None else None
         content = self._whole and (mine or 0) >= (at_least or 0) and exactly in (None, mine)
         while True:
-            patience.check()
             wait = 0.0 if content else patience.poll()
             found: AnyResult = self._member.ask(self._resolve(at_least, exactly, wait))
+            patience.check()
             if isinstance(found, Target):
-                patience.check()
                 return self._offer(found, exactly)
             if not isinstance(found, Nothing):
                 raise CorruptRecord(f"the registry answered Resolve with {type(found).__name__}: releases differ")

@@ -58,6 +58,7 @@ class Standing:
         self._tensors = tensors
         self._busy = threading.RLock()
         self._current: Patience | None = None  # of the call that has the lock
+        self._ahead: Patience | None = None  # of a prefetch, which waits for other ranks without the lock
         self._holds = Holds()
         self._closed = False
         self._paused = False
@@ -122,10 +123,30 @@ class Standing:
                 if outer is None and not ahead:
                     self._poke()  # the stage may be empty now, and what is installed another version
 
+    @contextmanager
+    def _between_calls(self, timeout: float) -> Iterator[None]:
+        """Nothing is staged or installed while the body runs, paused or not. Busy where a call does not end in time."""
+        with self._holds.suspended():
+            if not self._busy.acquire(timeout=timeout):
+                raise Busy(
+                    f"an install of policy {self.policy!r} took longer than {timeout} s to end: wait before you sleep"
+                )
+            try:
+                yield
+            finally:
+                self._busy.release()
+
+    def _withdraw(self, staging: Staging) -> None:
+        """Peers read live weights no more: nobody is to be sent here for them."""
+        if staging.live is not None and self._held and self._record is not None and self._taint is None:
+            self._held = ()
+            self._acknowledge("installed", self._record.number)
+
     def _interrupt(self, reason: BaseException) -> None:
-        current = self._current
-        if current is not None:
-            current.stop(reason)
+        """What waits now raises ``reason``, unless it is past its point of no return."""
+        for patience in (self._current, self._ahead):
+            if patience is not None:
+                patience.stop(reason)
 
     def _paused_error(self) -> Paused:
         return Paused(

@@ -19,13 +19,12 @@ from mx_rl.errors import (
     VersionAborted,
     VersionGone,
 )
-from mx_rl.install import Installer, Work
+from mx_rl.install import Work
 from mx_rl.patience import Cancelled, Patience
 from mx_rl.records import Decision, Installed, VersionRecord, Vote
 from mx_rl.reports import SyncReport
 from mx_rl.staged import Staged
 from mx_rl.standing import Standing
-from mx_rl.tensors import resolve
 
 TRANSIENT = (VersionGone, PeerLost, RegistryLost, VersionAborted)
 """What may go well at the next attempt."""
@@ -33,8 +32,6 @@ TRANSIENT = (VersionGone, PeerLost, RegistryLost, VersionAborted)
 
 class Switch(Standing):
     """Installs what is staged."""
-
-    _installer: Installer
 
     def _install(self, staged: Staged, patience: Patience, *, waited: float | None = None) -> SyncReport:
         """``waited``: the version was staged before this call, which waited so long for it."""
@@ -84,7 +81,8 @@ class Switch(Standing):
     def _switch(self, staged: Staged, previous: int | None, patience: Patience) -> None:
         """Holds are shut and drained: prepare, vote, decide, write. After the vote nothing waits but for the others."""
         cargo = staged.cargo
-        work = self._installer.prepare(cargo.plan, cargo.landing.block, resolve(self._tensors))
+        staging, ranks, _ = self._parts
+        work = staging.prepare(staged.told, cargo, patience, lambda windows: ranks.tell_progress(staged.round, windows))
         self._call_before(previous, staged.version, patience)
         try:
             patience.commit()
