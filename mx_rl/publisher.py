@@ -19,13 +19,14 @@ from mx_rl.commits import Commits, aborted
 from mx_rl.config import Options
 from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, seat_key, unique_name
 from mx_rl.errors import IncompleteVersion, InvalidArgument, RegistryLost
+from mx_rl.feed import Feed, Pairs, Stream, drawing
 from mx_rl.layout import RankLayout
 from mx_rl.records import AwaitFree, AwaitInstalled, Commit, Free, Installs, Seat, Source, encode
 from mx_rl.registry import Registry
 from mx_rl.reports import Receipt, Version
 from mx_rl.ring import Ring, Slot
 from mx_rl.seat import find_seat
-from mx_rl.tensors import Shard, Tensors, resolve
+from mx_rl.tensors import Shard, Tensors, resolve, shards
 
 log = logging.getLogger("mx_rl")
 
@@ -34,6 +35,8 @@ MAX_METADATA_BYTES = 64 << 10
 
 class Publisher:
     """Publishes versions of ``policy`` from this rank's ``tensors`` (a mapping, a module, or a callable).
+
+    For ``publish(stream=)`` alone ``tensors`` are meta tensors of the full shapes, or None: then the first stream tells.
 
     ``rank``, ``world_size`` and ``world`` are read from torch.distributed or torchrun where there is one; else a single
     rank is a world of its own. ``slots`` versions are kept in registered memory (two or more). ``wire_dtype`` is a
@@ -47,7 +50,7 @@ class Publisher:
     def __init__(
         self,
         policy: str,
-        tensors: Tensors,
+        tensors: Tensors | None,
         *,
         registry: Registry | str | None = None,
         rank: int | None = None,
@@ -77,7 +80,10 @@ class Publisher:
         self._uncounted: list[str] = []  # calls that raised before the epoch was open
         self._retired: list[Ring] = []
         self._ring: Ring | None = None
-        layout = RankLayout.of(resolve(tensors), wire_dtype=wire_dtype)
+        found = None if tensors is None else shards(tensors)
+        self._feed = Feed(found, self.seat, wire_dtype)
+        # A world that knows no names yet has a ring of nothing: a seat's holder must answer on the data plane.
+        layout = self._feed.layout or RankLayout.of({} if found is None else resolve(found), wire_dtype=wire_dtype)
         self.incarnation = unique_name(f"{policy}-t{self.seat.rank}")
         self._endpoint = Endpoint.acquire(registry, self.options)
         self._member = Member(self._endpoint, policy, self.incarnation, self._reassert)
@@ -98,7 +104,7 @@ class Publisher:
         step: int | None = None,
         metadata: Mapping[str, Any] | None = None,
         *,
-        stream: None = None,
+        stream: Stream | None = None,
         timeout: float = 30.0,
     ) -> Version:
         """Snapshot the tensors as the next version; on return the caller may change them again.
@@ -108,13 +114,16 @@ class Publisher:
         counts even when it raises: that version is aborted for all ranks, and the n-th call of every rank stays one
         version. Never waits for readers beyond ``Options.grace_s`` (``grace_max_s`` for one that lost two running).
 
+        ``stream``: an iterable or async iterable of (name, full tensor) instead of the tensors. Every rank draws it to the
+        end, also after an error of ours, and copies its 1/world_size of each tensor before it draws the next; no reference
+        is kept. Each pass gives the names, shapes and dtypes of the first, in any order: else LayoutMismatch and its kinds,
+        or NameCollision. What the iterable raises is raised as it is. ``timeout`` does not count the iterable's own time.
+
         After ``timeout`` seconds: IncompleteVersion, naming the ranks that have not claimed or not committed. Also
         raises TensorUnavailable, LayoutMismatch, InvalidArgument (metadata over 64 KiB), Fenced, RegistryLost.
         """
-        with self._publishing:
+        with drawing(stream) as pairs, self._publishing:
             check_open(self._closed, f"Publisher({self.policy!r})")
-            if stream is not None:
-                raise InvalidArgument("publish(stream=...) is not in this release: give Publisher the tensors")
             begun = time.monotonic()
             deadline = begun + timeout
             epoch = self._count_call(deadline)
@@ -122,12 +131,15 @@ class Publisher:
             try:
                 self._commits.raise_failure()
                 extra = _metadata_bytes(metadata)
-                tensors = resolve(self._tensors)
-                ring = self._ring_for(tensors)
-                resolved = time.monotonic()
-                slot = self._take_slot(ring, deadline)
-                taken = time.monotonic()
-                source = ring.snapshot(slot, tensors)
+                if pairs is not None:
+                    ring, slot, source, resolved, taken = self._take_in(pairs, deadline)
+                else:
+                    tensors = self._resolve()
+                    ring = self._ring_for(RankLayout.of(tensors, wire_dtype=self._wire_dtype))
+                    resolved = time.monotonic()
+                    slot = self._take_slot(ring, deadline)
+                    taken = time.monotonic()
+                    source = ring.snapshot(slot, tensors)
                 slot.key = key
             except BaseException as exc:
                 self._commits.submit(self._commit(epoch, error=f"{type(exc).__name__}: {exc}"), epoch.base + self._k)
@@ -280,11 +292,34 @@ class Publisher:
         self._member.put(ring.served.name, record)
         self._member.put(seat_key(self.incarnation), record)
 
-    def _ring_for(self, tensors: Mapping[str, tuple[Shard, ...]]) -> Ring:
+    def _resolve(self) -> dict[str, tuple[Shard, ...]]:
+        if self._tensors is None:
+            raise InvalidArgument(f"Publisher({self.policy!r}, None) has no tensors: give publish(stream=...)")
+        return resolve(self._tensors)
+
+    def _take_in(self, pairs: Pairs, deadline: float) -> tuple[Ring, Slot, Source, float, float]:
+        """Resolve and snapshot of a stream. What can wait is done before the first draw, where the layout is known."""
+        feed = self._feed
+        if feed.layout is None and self._tensors is not None:
+            feed.declare(shards(self._tensors))
+        copies = feed.learn(pairs) if feed.layout is None else None
+        assert feed.layout is not None
+        ring = self._ring_for(feed.layout)
+        resolved = time.monotonic()
+        slot = self._take_slot(ring, deadline)
+        taken = time.monotonic()
+        filling = ring.begin(slot)
+        if copies is None:
+            feed.fill(pairs, filling.put)
+        else:
+            for name in list(copies):
+                filling.put(name, copies.pop(name))
+        return ring, slot, filling.finish(), resolved, taken
+
+    def _ring_for(self, layout: RankLayout) -> Ring:
         """The ring of the present layout. Another layout gets another ring; the old slots live on until their readers
         are done."""
         assert self._ring is not None
-        layout = RankLayout.of(tensors, wire_dtype=self._wire_dtype)
         if layout.hash != self._ring.layout.hash:
             self._retired.append(self._ring)
             self._ring = self._open_ring(layout)

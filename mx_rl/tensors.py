@@ -139,7 +139,7 @@ def resolve(tensors: Tensors) -> dict[str, tuple[Shard, ...]]:
     for name in sorted(found, key=natural_key):
         value = found[name]
         boxes = value if isinstance(value, tuple) else (value,)
-        reason = next(filter(None, (_unavailable(box.tensor) for box in boxes)), None)
+        reason = next(filter(None, (unavailable(box.tensor) for box in boxes)), None)
         if reason is not None:
             lost[name] = reason
             continue
@@ -258,10 +258,7 @@ def _boxes_of(name: str, value: Any) -> tuple[Shard, ...]:
         )
     for box in boxes:
         tensor = box.tensor
-        if tensor.layout != torch.strided or hasattr(type(tensor), "__tensor_flatten__"):
-            raise InvalidArgument(f"{name!r} is a {type(tensor).__name__} without plain memory: give its inner tensors")
-        if tensor.dtype not in _TRAVELLING:
-            raise InvalidArgument(f"{name!r} has dtype {tensor.dtype}, which cannot travel")
+        check_travels(name, tensor)
         if box is not boxes[0] and (box.shape, tensor.dtype) != (boxes[0].shape, boxes[0].tensor.dtype):
             raise ShapeMismatch(
                 f"the boxes of {name!r} disagree: {boxes[0].global_shape} {boxes[0].tensor.dtype} and"
@@ -269,6 +266,14 @@ def _boxes_of(name: str, value: Any) -> tuple[Shard, ...]:
                 shapes=[name],
             )
     return boxes
+
+
+def check_travels(name: str, tensor: Tensor) -> None:
+    """Raises InvalidArgument, by name, for a tensor without plain memory or of a dtype that does not travel."""
+    if tensor.layout != torch.strided or hasattr(type(tensor), "__tensor_flatten__"):
+        raise InvalidArgument(f"{name!r} is a {type(tensor).__name__} without plain memory: give its inner tensors")
+    if tensor.dtype not in _TRAVELLING:
+        raise InvalidArgument(f"{name!r} has dtype {tensor.dtype}, which cannot travel")
 
 
 def _local_boxes(name: str, tensor: Any) -> tuple[Shard, ...]:
@@ -355,7 +360,7 @@ def _join(stretches: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def _unavailable(tensor: Tensor) -> str | None:
+def unavailable(tensor: Tensor) -> str | None:
     """Why the memory cannot be read, or None."""
     if tensor.numel() == 0:
         return None

@@ -37,7 +37,7 @@ LAYERS = [
     "registry.state",
     "registry registry.memory registry.ray_actor",
     "endpoint status",
-    "claim ring landing ranks install",
+    "claim ring landing ranks install feed",
     "commits fetch",
     "staging",
     "membership",
