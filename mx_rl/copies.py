@@ -74,8 +74,9 @@ def move(moves: Sequence[Move]) -> None:
             if room == 0:
                 shares.append([])
                 room = -(-total // threads)
-    pool = _pool(threads)
-    others = [pool.submit(_run, share) for share in shares[1:] if share]
+    with _pool_lock:  # a pool that is closed meanwhile runs what it was given before
+        pool = _pool(threads)
+        others = [pool.submit(_run, share) for share in shares[1:] if share]
     try:
         _run(shares[0])
     finally:
@@ -102,10 +103,18 @@ def _run(moves: Iterable[Move]) -> None:
         ctypes.memmove(target, source, nbytes)  # gives the interpreter up while it copies
 
 
-def _pool(threads: int) -> ThreadPoolExecutor:
+def close_pools() -> None:
+    """End the threads; a later copy starts new ones. Called when this process's last endpoint closes."""
     with _pool_lock:
-        key = (os.getpid(), threads)  # a forked child has none of its parent's threads
-        pool = _pools.get(key)
-        if pool is None:
-            pool = _pools[key] = ThreadPoolExecutor(threads - 1, thread_name_prefix="mx-rl-copy")
-        return pool
+        pools = [pool for (pid, _), pool in _pools.items() if pid == os.getpid()]
+        _pools.clear()
+    for pool in pools:
+        pool.shutdown(wait=True)
+
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    key = (os.getpid(), threads)  # a forked child has none of its parent's threads
+    pool = _pools.get(key)
+    if pool is None:
+        pool = _pools[key] = ThreadPoolExecutor(threads - 1, thread_name_prefix="mx-rl-copy")
+    return pool

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 from mx_rl import errors
 from mx_rl.arena import Arena
 from mx_rl.config import Options
+from mx_rl.copies import close_pools
 from mx_rl.errors import Closed, Fenced, InvalidArgument, MxRLError, PeerLost, RegistryLost, SeatTaken
 from mx_rl.records import (
     SEAT_PREFIX,
@@ -113,12 +114,15 @@ class Endpoint:
                 return
             for key in [key for key, value in self._open.items() if value is self]:
                 del self._open[key]
+            last = not self._open
         self._stop.set()
         self._wake.set()
         for thread in (self._io, self._beat):
             if thread is not threading.current_thread():
                 thread.join(timeout=10)
         self.transport.close()
+        if last:
+            close_pools()
 
     # ---- serving
 

@@ -29,6 +29,7 @@ from mx_rl.transport.base import Link
 log = logging.getLogger("mx_rl")
 
 _REPEAT_S = 0.25
+_COMPLAINT_S = 1.0
 
 
 class Ranks:
@@ -81,8 +82,16 @@ class Ranks:
             self._send(0, Hello(round=0, rank=self.rank, agent=self.agent))
 
     def complain(self) -> None:
-        """This rank does not run what rank 0 runs: ask for a full round."""
-        self._send(0, Hello(round=0, rank=self.rank, agent=self.agent, amiss=True))
+        """This rank does not run what rank 0 runs: ask for a full round. Returns when rank 0 has noted it, so that its next
+        round is one; after a second in vain the next greeting says it again."""
+        amiss = Hello(round=0, rank=self.rank, agent=self.agent, amiss=True)
+        self.follower.heard = False
+        self._send(0, amiss)
+        self._wait(
+            lambda: self.follower.heard or 0 in self._lost,
+            time.monotonic() + _COMPLAINT_S,
+            lambda: self._send(0, amiss),
+        )
 
     def _send(self, rank: int, message: AnyRankMessage) -> None:
         known = self._links.get(rank)
@@ -105,7 +114,7 @@ class Ranks:
         with self._change:
             if self.rank == 0:
                 reply = self.leader.receive(message)
-                if reply is not None and isinstance(message, Vote | Installed):
+                if reply is not None and isinstance(message, Hello | Vote | Installed):
                     self._send(message.rank, reply)
             else:
                 self.follower.receive(message)

@@ -43,7 +43,7 @@ class Leader:
             former = self.greeted.get(message.rank)
             if former is None or former.agent != message.agent or not former.amiss:
                 self.greeted[message.rank] = message  # a complaint is not taken back by a greeting
-            return None
+            return message if message.amiss else None
         if message.round != self.round:
             decision, finished = self.past.get(message.round, (None, None))
             if isinstance(message, Installed):
@@ -103,9 +103,12 @@ class Follower:
     decision: Decision | None = None
     finished: Finished | None = None
     over: int = 0  # the newest round known to be aborted
+    heard: bool = False  # rank 0 has noted the complaint
 
     def receive(self, message: AnyRankMessage) -> None:
-        if isinstance(message, Round):
+        if isinstance(message, Hello):
+            self.heard = self.heard or message.amiss
+        elif isinstance(message, Round):
             if message.round > self.taken and (self.offered is None or message.round > self.offered.round):
                 self.offered = message
         elif isinstance(message, Decision):

@@ -23,6 +23,7 @@ from mx_rl.arena import Arena
 from mx_rl.config import Options
 from mx_rl.errors import MxRLError
 from mx_rl.records import EndpointRecord, RegionRecord, decode, encode
+from mx_rl.transport import make_transport
 from mx_rl.transport.base import Link, Region, Route, Windows
 from mx_rl.transport.place import here
 
@@ -48,6 +49,11 @@ class Kind:
     env: tuple[tuple[str, str], ...] = ()
 
     @property
+    def local(self) -> bool:
+        """Both ends live in the calling process."""
+        return self.lane == "memory"
+
+    @property
     def writes(self) -> bool:
         return self.transport == "nixl" and (self.option == "write" or (self.option == "auto" and self.lane == "tcp"))
 
@@ -57,16 +63,19 @@ class Kind:
 
 _TCP = (("UCX_TLS", "tcp"),)
 MEMORY = Kind("memory", "memory", "auto")
+NEAR = Kind("near", "memory", "auto")
 SHM_READ = Kind("nixl", "shm", "auto")
 SHM_WRITE = Kind("nixl", "shm", "write")
 TCP_WRITE = Kind("nixl", "tcp", "auto", _TCP)
 TCP_READ = Kind("nixl", "tcp", "read", _TCP)
-KINDS = [MEMORY, SHM_READ, SHM_WRITE, TCP_WRITE, TCP_READ]
+KINDS = [MEMORY, NEAR, SHM_READ, SHM_WRITE, TCP_WRITE, TCP_READ]
 
 
 def make(kind: Kind, **options: Any) -> Any:
     """A transport of this kind in the calling process."""
-    chosen = Options(lane=kind.option, transport=kind.transport, **options)
+    chosen = Options(lane=kind.option, transport="nixl" if kind is NEAR else kind.transport, **options)
+    if kind is NEAR:
+        return make_transport(chosen)
     if kind.transport == "memory":
         from mx_rl.transport.memory import MemoryTransport
 
@@ -121,7 +130,7 @@ class Source:
             EndpointRecord(
                 agent=name,
                 nonce=self.nonce,
-                transport=kind.transport,
+                transport=self.transport.name,
                 release=self.transport.release,
                 place=here(),
                 address=self.server.address,
@@ -548,7 +557,7 @@ class World:
 
     def _make(self, role: type, nbytes: int, **keywords: Any) -> Any:
         name = f"{role.__name__}-{os.getpid()}-{next(_numbers)}"
-        if self.kind.transport == "memory":
+        if self.kind.local:
             child: Any = Local(role, self.kind, name, nbytes, **keywords)
         else:
             child = Child(role, self.kind, name, nbytes, env=self.kind.env, **keywords)

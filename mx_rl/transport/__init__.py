@@ -23,9 +23,12 @@ def make_transport(options: Options | None = None) -> Transport:
     if kind == "auto":
         kind = "nixl" if sys.platform.startswith("linux") and find_spec("nixl") is not None else "memory"
     if kind == "nixl":
+        from mx_rl.transport.near import NearTransport
         from mx_rl.transport.nixl import NixlTransport
 
-        return NixlTransport(options)
+        wire = NixlTransport(options)
+        # A lane that was asked for by name is taken, within the process too.
+        return NearTransport(wire, in_flight=options.in_flight) if options.lane == "auto" else wire
     from mx_rl.transport.memory import MemoryTransport
 
     return MemoryTransport(options)

@@ -17,6 +17,7 @@ from mx_rl.transport import wire
 from tests.transport_world import (
     KINDS,
     MEMORY,
+    NEAR,
     SHM_READ,
     SHM_WRITE,
     TCP_WRITE,
@@ -81,8 +82,8 @@ def test_windows_arrive_bit_exact_whatever_the_shape_of_their_runs(pair: Pair, k
 
 
 def test_windows_arrive_bit_exact_between_gpus(kind: Kind) -> None:
-    if kind is MEMORY:
-        pytest.skip("the memory transport moves host memory")
+    if kind.local:
+        pytest.skip("copies within a process are of host memory")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     with world_of(kind) as world:
@@ -187,7 +188,7 @@ def connect_and_look(reader: Any, record: bytes) -> None:
     reader.header()
 
 
-@kinds(MEMORY, SHM_READ, TCP_WRITE)
+@kinds(MEMORY, NEAR, SHM_READ, TCP_WRITE)
 def test_memory_of_another_process_start_is_stale(world: World) -> None:
     source, reader = world.source(MIB), world.reader(MIB)
     record = decode(source.get_record(), EndpointRecord)
@@ -205,7 +206,7 @@ def test_memory_of_another_process_start_is_stale(world: World) -> None:
         reader.pull(generation, [0], key="now")
 
 
-@kinds(MEMORY, SHM_READ, SHM_WRITE, TCP_WRITE)
+@kinds(MEMORY, NEAR, SHM_READ, SHM_WRITE, TCP_WRITE)
 def test_a_killed_source_is_lost_within_seconds_and_the_next_one_serves(world: World) -> None:
     first, second, reader = world.source(8 * MIB), world.source(8 * MIB), world.reader(8 * MIB, count=2)
     reader.connect(first.get_record(), key="first")
@@ -245,7 +246,7 @@ def test_a_stopped_source_hangs_nobody_and_no_late_byte_reaches_a_fenced_stage(w
             assert reader.done()  # the kernel copies from a stopped process too
         ended = reader.finish()
         assert ended or not reader.settled()
-        fenced = reader.renew() if ended or kind is TCP_WRITE or kind is MEMORY else False
+        fenced = reader.renew() if ended or kind is TCP_WRITE or kind.local else False
         left = reader.data(0)
         if fenced:
             reader.connect(second.get_record(), key="second")

@@ -29,6 +29,11 @@ def cluster():
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def threads_before():
+    return set(threading.enumerate())
+
+
 @pytest.fixture(scope="module")
 def trainer():
     with TrainerGroup(Fill, policy=POLICY, num_cpus=0) as group:
@@ -367,7 +372,7 @@ def test_a_fleet_works_inside_an_actor_and_ends_with_it(trainer):
     remove_placement_group(ray.util.get_placement_group(leftover))  # Ray keeps it to the end of the job
 
 
-def test_close_leaves_nothing_behind(trainer, fleet):
+def test_close_leaves_nothing_behind(trainer, fleet, threads_before):
     pids = [pid for row in fleet.status()["replicas"].values() for pid in row["pids"]]
     begun = time.monotonic()
     fleet.close()
@@ -385,4 +390,5 @@ def test_close_leaves_nothing_behind(trainer, fleet):
     trainer.close()
     nothing_left()
     eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), what="processes gone")
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mx-rl")]
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("mx-rl")]
+    assert not set(left) - threads_before

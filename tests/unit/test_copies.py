@@ -1,5 +1,7 @@
 """Copies equal torch's own, bit for bit, whichever way they are done."""
 
+import threading
+
 import pytest
 import torch
 
@@ -39,6 +41,19 @@ def test_many_threads_move_every_byte_once(monkeypatch):
     targets = [torch.zeros_like(source) for source in sources]
     copies.copy_all(zip(targets, sources, strict=True))
     assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
+
+
+def test_pools_are_closed_and_made_again(monkeypatch):
+    monkeypatch.setattr(copies, "_PARALLEL_BYTES", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    source = torch.arange(5000)
+    for _ in range(2):
+        target = torch.zeros_like(source)
+        copies.copy_all([(target, source)])
+        assert torch.equal(target, source)
+        assert [thread for thread in threading.enumerate() if thread.name.startswith("mx-rl-copy")]
+        copies.close_pools()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("mx-rl-copy")]
 
 
 def test_a_strided_target_keeps_what_lies_between():

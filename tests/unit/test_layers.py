@@ -31,6 +31,7 @@ LAYERS = [
     "transport.agent transport.lanes transport.requested",
     "transport.service",
     "transport.memory transport.nixl",
+    "transport.near",
     "registry.policy",
     "registry.worlds registry.replicas registry.view registry.trainer registry.sweep",
     "registry.offers",

@@ -21,6 +21,7 @@ from mx_rl.errors import (
     UnexpectedTensors,
     VersionAborted,
 )
+from mx_rl.ranks import Ranks
 from mx_rl.registry.memory import MemoryRegistry
 from tests.support.local import FAST, together
 
@@ -377,7 +378,10 @@ def test_a_replica_that_has_just_met_reads_its_first_version_once(registry):
         sub.close()
 
 
-def test_ranks_that_run_different_versions_are_healed_by_a_full_round(registry):
+@pytest.mark.parametrize("delay", [0.0, 0.1], ids=["prompt", "slow messages"])
+def test_ranks_that_run_different_versions_are_healed_by_a_full_round(registry, monkeypatch, delay):
+    receive = Ranks._on_message
+    monkeypatch.setattr(Ranks, "_on_message", lambda self, data: (time.sleep(delay), receive(self, data)))
     source = {"w": torch.ones(8)}
     targets = [zeros(source) for _ in (0, 1)]
     subs = [subscriber(registry, targets[r], replica="tp", rank=r, world_size=2) for r in (0, 1)]
