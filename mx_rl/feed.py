@@ -21,7 +21,7 @@ from mx_rl.copies import copy
 from mx_rl.errors import InvalidArgument, NameCollision, TensorUnavailable, layout_mismatch
 from mx_rl.layout import RankLayout, WireDtype, wire_caster
 from mx_rl.seat import WorldSeat
-from mx_rl.tensors import Shard, check_travels, strip_wrappers, unavailable
+from mx_rl.tensors import Shard, all_meta, check_travels, strip_wrappers, unavailable
 
 log = logging.getLogger("mx_rl")
 
@@ -202,15 +202,10 @@ class Feed:
 
     def __init__(self, found: Found | None, seat: WorldSeat, wire_dtype: WireDtype) -> None:
         self.layout: RankLayout | None = None
-        self.only = found is None
-        """Nothing but streams can be published: there is no memory to copy from."""
         self._seat = seat
         self._cast = wire_caster(wire_dtype)
         self._shares: dict[str, Share] = {}
-        if found is not None:
-            full = [box.tensor for box in _boxes(found) if box.tensor.numel()]
-            self.only = bool(full) and all(tensor.is_meta for tensor in full)
-        if found is not None and self.only:
+        if found is not None and all_meta(found):
             self.declare(found)
 
     def declare(self, found: Found) -> RankLayout:
@@ -338,10 +333,6 @@ def _checked(pair: Any) -> tuple[str, Tensor]:
         raise InvalidArgument(f"the stream gave {name!r} as a {type(tensor).__name__}: takes a full torch.Tensor")
     check_travels(name, tensor)
     return name, tensor
-
-
-def _boxes(found: Found) -> list[Shard]:
-    return [box for value in found.values() for box in (value if isinstance(value, tuple) else (value,))]
 
 
 def _list(lines: list[str]) -> str:

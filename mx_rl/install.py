@@ -37,10 +37,7 @@ class Installer:
         Raises AliasConflict where one storage would have to hold two different tensors; InvalidArgument where a target's
         layout changed since the version was staged.
         """
-        if self._plan is not plan or self._stage != stage.data_ptr():
-            self._pieces = [(piece, _view(stage, piece)) for piece in plan.pieces]
-            self._plan, self._stage = plan, stage.data_ptr()
-        self._check_aliases(plan)
+        self.check_aliases(plan, stage)
         pairs = []
         for piece, view in self._pieces:
             for place in piece.destinations:
@@ -50,7 +47,11 @@ class Installer:
                 pairs.append((view, _part(shards[place.box].tensor, place.start, piece.shape)))
         return Work(pairs)
 
-    def _check_aliases(self, plan: Plan) -> None:
+    def check_aliases(self, plan: Plan, stage: torch.Tensor) -> None:
+        """Raises AliasConflict as ``prepare`` does."""
+        if self._plan is not plan or self._stage != stage.data_ptr():
+            self._pieces = [(piece, _view(stage, piece)) for piece in plan.pieces]
+            self._plan, self._stage = plan, stage.data_ptr()
         lines = []
         for check in plan.alias_checks:
             left = _part(self._pieces[check.left][1], check.left_start, check.shape)

@@ -403,15 +403,24 @@ class Round(RankMessage, kw_only=True):
     full: bool = False  # install even if this version is installed (healing)
 
 
+class Stage(_Base, kw_only=True):
+    """Where a rank has staged its part, in the order that ``layout``, the hash of its layout, fixes."""
+
+    layout: str
+    source: Source
+
+
 class Vote(RankMessage, kw_only=True):
     rank: int
     agree: bool
     reason: str = ""
+    stage: Stage | None = None  # where this rank serves it
 
 
 class Decision(RankMessage, kw_only=True):
     commit: bool
     reason: str = ""
+    stages: tuple[Stage | None, ...] = ()  # by rank, as voted: what ranks on one host may borrow
 
 
 class Installed(RankMessage, kw_only=True):

@@ -15,8 +15,10 @@ from mx_rl.errors import MxRLError, RegistryLost, VersionGone
 from mx_rl.fetch import Fetch, Haul, Progress, suppliers
 from mx_rl.landing import Landing
 from mx_rl.layout import RankLayout, WorldLayout
+from mx_rl.parcels import everything
 from mx_rl.plan import Plan, make_plan
 from mx_rl.records import Dead, ReplicaSeats, Round, Source, VersionRecord, encode
+from mx_rl.tensors import patterns
 
 log = logging.getLogger("mx_rl")
 
@@ -41,14 +43,18 @@ class Cargo:
 
 
 class Staging:
-    """One a subscriber. ``lost`` and ``read_s`` (versions lost in a row, seconds of a whole read) go with a resolve."""
+    """One a subscriber. ``lost`` and ``read_s`` (versions lost in a row, seconds of a whole read) go with a resolve.
+
+    ``layout`` None: every tensor of the publisher, whole. Not ``roomy``: the stage is allocated with the first version.
+    """
 
     def __init__(
         self,
         member: Member,
         rank: int,
-        layout: RankLayout,
+        layout: RankLayout | None,
         *,
+        roomy: bool = True,
         sources: Sequence[str],
         serve: bool,
         strict: bool,
@@ -63,20 +69,27 @@ class Staging:
         self._sources = tuple(sources)
         self._serve = serve
         self._strict = strict
-        self._allow_missing = tuple(allow_missing)
+        self._allow_missing = patterns("allow_missing", allow_missing)  # one string is one pattern
         self._progress: Progress | None = None
         self._plans: dict[tuple[str, ...], Plan] = {}
         self._world: tuple[str, bytes] | None = None  # the world layout that was planned from last
         self._quarantine: list[Landing] = []
         # Slack for the padding of pieces that other cuts make; a plan that needs more gets another landing.
-        self.landing = self._open_landing(layout.nbytes + layout.nbytes // 64 + (1 << 16))
+        nbytes = layout.nbytes if layout is not None and roomy else 0
+        self.landing = self._open_landing(nbytes + nbytes // 64 + (1 << 16))
 
     @property
     def registered_bytes(self) -> int:
         return sum(landing.total_bytes for landing in (*self._quarantine, self.landing))
 
+    @property
+    def layout_name(self) -> str:
+        """The layout's hash, "" for the publisher's names."""
+        return self.layout.hash if self.layout is not None else ""
+
     def announce(self) -> None:
-        self._member.put(self.layout.hash, self.layout.encode())
+        if self.layout is not None:
+            self._member.put(self.layout.hash, self.layout.encode())
         if self.landing.served is not None:
             record = encode(self.landing.served.record)
             self._member.put(self.landing.served.name, record)
@@ -95,7 +108,7 @@ class Staging:
         """
         assert told.record is not None
         begun = time.monotonic()
-        plan = self._plan(told.record, seats)
+        plan = self.plan(told.record, seats)
         planned = time.monotonic()
         cargo = self._move(told, told.record, plan, deadline)
         cargo.seconds |= {"plan": planned - begun, "move": time.monotonic() - planned}
@@ -107,19 +120,21 @@ class Staging:
 
     # ---- plan
 
-    def _plan(self, record: VersionRecord, seats: ReplicaSeats | None) -> Plan:
-        replica = seats.layouts if seats is not None else (self.layout.hash,)
-        key = (record.layout, self.layout.hash, str(record.window_bytes), *replica)
+    def plan(self, record: VersionRecord, seats: ReplicaSeats | None) -> Plan:
+        replica = seats.layouts if seats is not None else (self.layout_name,)
+        key = (record.layout, self.layout_name, str(record.window_bytes), *replica)
         plan = self._plans.get(key)
         if plan is None:
             world = self._blobs([record.layout], "world layout")[0]
             self._world = (record.layout, world)
+            decoded = WorldLayout.decode(world)
+            told = [name for name in replica if name]
             plan = make_plan(
-                WorldLayout.decode(world),
-                self.layout,
+                decoded,
+                self.layout if self.layout is not None else everything(decoded),
                 window_bytes=record.window_bytes,
-                replica=[RankLayout.decode(data) for data in self._blobs(replica, "layout of the replica")],
-                strict=self._strict,
+                replica=[RankLayout.decode(data) for data in self._blobs(told, "layout of the replica")],
+                strict=self._strict and all(replica),  # a rank without a layout of its own takes every name
                 allow_missing=self._allow_missing,
             )
             self._plans = {key: plan}
@@ -136,7 +151,7 @@ class Staging:
 
     def _move(self, told: Round, record: VersionRecord, plan: Plan, deadline: float) -> Cargo:
         landing = self._landing_for(plan)
-        order = f"{record.layout}/{self.layout.hash}/{record.window_bytes}"
+        order = f"{record.layout}/{plan.target_hash}/{record.window_bytes}"
         progress = self._progress
         known = (progress.identity, progress.order, progress.landing) if progress is not None else None
         if progress is None or known != (record.identity, order, landing):

@@ -13,12 +13,14 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TypeVar
 
+from mx_rl.borrow import Borrowing, Loan
 from mx_rl.config import Options
 from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, unique_name
 from mx_rl.errors import (
     Busy,
     CorruptRecord,
     IncompleteVersion,
+    InvalidArgument,
     MxRLError,
     PeerLost,
     RegistryLost,
@@ -41,6 +43,7 @@ from mx_rl.records import (
     Resolve,
     Round,
     Source,
+    Stage,
     Target,
     VersionRecord,
     Vote,
@@ -48,8 +51,9 @@ from mx_rl.records import (
 from mx_rl.registry import Registry
 from mx_rl.reports import SyncReport
 from mx_rl.staging import Cargo, Staging
+from mx_rl.streaming import Drawing, Given, Handover, Pour, Pourer
 from mx_rl.target import Number, check_arguments, not_ready, number_of
-from mx_rl.tensors import Tensors, resolve
+from mx_rl.tensors import Shard, Tensors, all_meta, resolve, shards
 
 log = logging.getLogger("mx_rl")
 
@@ -96,6 +100,8 @@ class Subscriber:
     round that was called off ``after_install(old, old)`` is called, so that what was stopped is started again; ``old`` is
     None before the first version.
 
+    For ``stream`` alone ``tensors`` may be on the meta device, or None: every tensor of the publisher, whole.
+
     The destination's dtype must be the wire's. Raises InvalidArgument, TensorUnavailable; SeatTaken where another
     living process has this (replica, rank).
     """
@@ -103,7 +109,7 @@ class Subscriber:
     def __init__(
         self,
         policy: str,
-        tensors: Tensors,
+        tensors: Tensors | None,
         *,
         registry: Registry | str | None = None,
         replica: str | None = None,
@@ -140,7 +146,15 @@ class Subscriber:
         self._staging: Staging | None = None
         self._ranks: Ranks | None = None
         self._membership: Membership | None = None
-        layout = RankLayout.of(resolve(tensors))
+        self._streamed = tensors is None or all_meta(tensors)  # there is no memory to install into
+        self._drawing: Drawing | None = None
+        self._drawer = 0  # thread that draws it
+        self._pourer: Pourer | None = None
+        self._hand: Handover | None = None  # of the stream that holds the lock
+        self._copying = False
+        self.last_report: SyncReport | None = None
+        """What the last ``stream`` that ended did."""
+        layout = self._layout(streaming=self._streamed)
         self.incarnation = unique_name(f"{policy}-r{rank}")
         self.replica = replica or self.incarnation
         self._endpoint = Endpoint.acquire(registry, self.options)
@@ -150,11 +164,13 @@ class Subscriber:
                 self._member,
                 rank,
                 layout,
+                roomy=not self._streamed,
                 sources=sources,
                 serve=serve == "stage",
                 strict=strict,
                 allow_missing=allow_missing,
             )
+            self._pourer = Pourer(Borrowing(self._member, self._staging, rank))
             self._ranks = Ranks(self._endpoint, policy, self.replica, rank, world_size)
             self._membership = Membership(
                 self._member, self._staging, self._ranks, self.replica, named=replica is not None
@@ -196,6 +212,45 @@ class Subscriber:
         staged = self._persist(lambda: self._stage(least, exact, deadline), exact, deadline)
         return None if isinstance(staged, SyncReport) else staged
 
+    def stream(
+        self, at_least: Number = None, *, timeout: float = 60.0, copy: bool = False
+    ) -> Iterator[tuple[str, Given]]:
+        """Yield (name, tensor) of the newest READY version, for engines that load by name; ``last_report`` tells of it.
+
+        Names are this subscriber's, in natural order, or all of the publisher's where it was made with None; a name with
+        several boxes gives a tuple. Nothing is yielded before the version is whole and all ranks of the replica agreed to
+        install it, and nothing at all where nothing newer is there. A tensor is valid until the next is drawn, and is not to
+        be written to; ``copy=True`` gives tensors of the caller's own. Holds are shut while the loop runs. The version counts
+        as installed when the loop has ended on every rank; one that is left early leaves the replica tainted, and the next
+        ``stream`` or ``sync`` gives everything again.
+
+        The first draw waits and raises as ``sync`` does; ``timeout`` does not count the loop's own time. The hooks run on the
+        stream's own thread.
+        """
+        hand, least = Handover(), number_of(at_least)
+
+        def sync() -> SyncReport:
+            with self._exclusive(time.monotonic() + timeout):
+                self._hand, self._copying = hand, copy
+                try:
+                    return self.sync(least, timeout=timeout)
+                finally:
+                    self._hand = None
+
+        drawing = Drawing(sync, hand, self.options.stall_s if self.world_size == 1 else 0.0)
+        self._leave_stream()
+        self._drawing = drawing
+        self._drawer = threading.get_ident()
+        yield from drawing.items()
+        self.last_report = drawing.report
+
+    def _leave_stream(self) -> None:
+        """A loop of this very thread that was left and forgotten must not be waited for."""
+        drawing = self._drawing
+        if drawing is not None and not drawing.mine and self._drawer == threading.get_ident():
+            self._drawing = None
+            drawing.leave()
+
     @contextmanager
     def hold(self, *, timeout: float = 60.0) -> Iterator[int | None]:
         """No install while the body runs; gives the version that it computes with. HoldTimeout where an install takes
@@ -225,13 +280,17 @@ class Subscriber:
     @property
     def registered_bytes(self) -> int:
         """Registered host memory of this rank: stages, their headers and page padding."""
-        return self._staging.registered_bytes if self._staging is not None else 0
+        staging, pourer = self._staging, self._pourer
+        found = staging.registered_bytes if staging is not None else 0
+        return found + (pourer.borrowing.registered_bytes if pourer is not None else 0)
 
     def close(self) -> None:
         """Leave, and give everything back. Idempotent."""
         if self._closed:
             return
         self._closed = True
+        if self._drawing is not None:
+            self._drawing.leave()
         idle = self._busy.acquire(timeout=self.options.stall_s)  # a sync in another thread sees that it is over
         with ExitStack() as steps:  # the last is run first; each is run whatever became of those before
             if idle:
@@ -239,6 +298,8 @@ class Subscriber:
             steps.callback(self._endpoint.release)
             if self._staging is not None:
                 steps.callback(self._staging.close)
+            if self._pourer is not None:
+                steps.callback(self._pourer.borrowing.close)
             if self._ranks is not None:
                 steps.callback(self._ranks.close)
             steps.callback(self._member.leave)
@@ -275,6 +336,13 @@ class Subscriber:
 
     # ---- stage
 
+    def _layout(self, *, streaming: bool) -> RankLayout | None:
+        """Of the tensors as they are now; None for the publisher's names. A stream needs no memory behind them."""
+        if self._tensors is None and streaming:
+            return None
+        found = shards(self._tensors) if streaming and self._tensors is not None else self._resolve_live()
+        return RankLayout.of({name: box if isinstance(box, tuple) else (box,) for name, box in found.items()})
+
     def _persist(self, attempt: Callable[[], T], exactly: int | None, deadline: float) -> T:
         """Try again what may go well next time, until the deadline. An exact version that is gone does not come
         back."""
@@ -295,7 +363,7 @@ class Subscriber:
         if self._open_stage is not None:
             self._discard(self._open_stage, "another stage began")
         begun = time.monotonic()
-        membership.follow(RankLayout.of(resolve(self._tensors)))
+        membership.follow(self._layout(streaming=self._hand is not None))
         if membership.meet(deadline):
             self._taint = self._taint or "a rank of the replica was replaced, or runs another version"
         told = self._fix_target(at_least, exactly, deadline) if self.rank == 0 else ranks.next_round(deadline)
@@ -304,7 +372,8 @@ class Subscriber:
             return self._nothing_newer(told, resolved)
         self._held = ()
         try:
-            cargo = staging.load(told, membership.seats, deadline)
+            load = self._pourer.borrowing.load if self._streamed and self._pourer is not None else staging.load
+            cargo = load(told, membership.seats, deadline)
         except BaseException as exc:
             self._refuse_round(told.round, told.record.number, exc)
             raise
@@ -388,6 +457,7 @@ class Subscriber:
     @contextmanager
     def _exclusive(self, deadline: float) -> Iterator[None]:
         """One sync, stage or install at a time; the caller's own hold is suspended. Busy where the other takes longer."""
+        self._leave_stream()
         with self._holds.suspended():
             if not self._busy.acquire(timeout=max(deadline - time.monotonic(), 0)):
                 raise Busy(f"another sync or install of policy {self.policy!r} is under way in this process: try again")
@@ -424,7 +494,7 @@ class Subscriber:
     def _switch(self, staged: Staged, previous: int | None, deadline: float) -> None:
         """Holds are shut and drained: prepare, vote, decide, write. After the vote nothing waits but for the others."""
         cargo = staged.cargo
-        work = self._installer.prepare(cargo.plan, cargo.landing.block, resolve(self._tensors))
+        work = self._work(cargo)
         self._call_before(previous, staged.version, deadline)
         try:
             commit, reason = self._decide(staged, deadline)
@@ -437,7 +507,29 @@ class Subscriber:
             self._call_after(previous, previous)
             self._raise_called_off(staged.version, reason)
         fault = self._write(work, cargo.record, previous)
-        self._conclude(staged, fault, max(deadline, time.monotonic() + self.options.lease_s))
+        # The loops of other ranks may take as long as this one's did.
+        loop_s = sum(work.spent_s) if isinstance(work, Pour) else 0.0
+        self._conclude(staged, fault, max(deadline, time.monotonic() + self.options.lease_s + loop_s))
+
+    def _work(self, cargo: Cargo) -> Work:
+        hand, pourer, ranks = self._hand, self._pourer, self._ranks
+        if hand is None:
+            return self._installer.prepare(cargo.plan, cargo.landing.block, self._resolve_live())
+        assert pourer is not None
+        assert ranks is not None
+        if cargo.plan.alias_checks and not isinstance(cargo, Loan):
+            self._installer.check_aliases(cargo.plan, cargo.landing.block)
+
+        def give() -> None:
+            self._taint = self._taint or "the loop over a stream is not at its end"
+            pourer.pour(cargo, lambda: ranks.stages, self._tensors is None, self._copying, hand)
+
+        return Pour([], give)
+
+    def _resolve_live(self) -> dict[str, tuple[Shard, ...]]:
+        if self._tensors is None:
+            raise InvalidArgument(f"Subscriber({self.policy!r}, None) has nothing to install into: use stream()")
+        return resolve(self._tensors)
 
     def _abandon(self, staged: Staged, exc: BaseException) -> None:
         """Interrupted between vote and decision: called off where that is still possible, else this rank is tainted."""
@@ -450,7 +542,9 @@ class Subscriber:
 
     def _decide(self, staged: Staged, deadline: float) -> tuple[bool, str]:
         _, ranks, _ = self._parts
-        vote = Vote(round=staged.round, rank=self.rank, agree=True)
+        cargo = staged.cargo
+        stage = Stage(layout=cargo.plan.target_hash, source=cargo.source) if cargo.source is not None else None
+        vote = Vote(round=staged.round, rank=self.rank, agree=True, stage=stage)
         if self.rank == 0:
             decision = ranks.collect_votes(vote, deadline)
             return decision.commit, decision.reason

@@ -126,6 +126,13 @@ def shards(
     return found
 
 
+def all_meta(tensors: Tensors) -> bool:
+    """There are elements, and none of them has memory: these are declarations."""
+    boxes = [box for value in shards(tensors).values() for box in (value if isinstance(value, tuple) else (value,))]
+    full = [box.tensor for box in boxes if box.tensor.numel()]
+    return bool(full) and all(tensor.is_meta for tensor in full)
+
+
 def resolve(tensors: Tensors) -> dict[str, tuple[Shard, ...]]:
     """What ``shards`` gives, ready to be copied: always tuples, in natural name order, detached, memory checked.
 
