@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -17,7 +18,7 @@ from mx_rl.errors import MxRLError, VersionAborted
 from mx_rl.install import Work
 from mx_rl.parcels import Parcel, make_parcels
 from mx_rl.plan import Plan
-from mx_rl.records import Stage
+from mx_rl.records import ReplicaSeats, Round, Stage
 from mx_rl.reports import SyncReport
 from mx_rl.staging import Cargo
 
@@ -80,47 +81,15 @@ class Handover:
 class Pour(Work):
     """An install that writes nothing: each tensor goes to whoever draws. ``spent_s`` is filled by ``run``."""
 
-    give: Callable[[], None] = lambda: None
+    pour: Callable[[], None] = lambda: None
     spent_s: list[float] = field(default_factory=list)
 
     def run(self) -> None:
         begun = time.monotonic()
         try:
-            self.give()
+            self.pour()
         finally:
             self.spent_s.append(time.monotonic() - begun)
-
-
-class Pourer:
-    """What a subscriber keeps between streams: the parcels of its plan, and the buffer for those in several parts."""
-
-    def __init__(self, borrowing: Borrowing) -> None:
-        self.borrowing = borrowing
-        self._plan: Plan | None = None
-        self._parcels: list[Parcel] = []
-        self._scratch = torch.empty(0, dtype=torch.uint8)
-
-    def pour(
-        self, cargo: Cargo, stages: Callable[[], tuple[Stage | None, ...]], aliases: bool, copy: bool, hand: Handover
-    ) -> None:
-        """Give every parcel, and return when the last was done with. Raises LoopBroken; what a lender fails with."""
-        lender = self.borrowing.settle(cargo, stages()) if isinstance(cargo, Loan) else None
-        if lender is None and self._plan is not cargo.plan:
-            self._plan, self._parcels = cargo.plan, make_parcels(cargo.plan, aliases=aliases)
-        parcels = self._parcels if lender is None else lender.parcels
-        room = max((parcel.scratch_nbytes for parcel in parcels), default=0)
-        if room > len(self._scratch):
-            self._scratch = torch.empty(room, dtype=torch.uint8)
-        for index, parcel in enumerate(parcels):
-            hand.await_draw()
-            if lender is not None:
-                lender.move(index)
-            found = parcel.give(cargo.landing.block if lender is None else lender.block, self._scratch)
-            for name in parcel.names:
-                hand.await_draw()  # at once for the first: it was asked for above
-                hand.give((name, _clone(found) if copy else found))
-            del found
-        hand.await_draw()
 
 
 class Drawing:
@@ -177,6 +146,100 @@ class Drawing:
         self._thread.join(self._patience_s)
         if isinstance(self._error, MxRLError):
             log.warning("a stream was left before its end: %s", self._error)
+
+
+class Streams:
+    """A subscriber's. ``only``: there is no memory to install into, so that whatever it brings here is for a stream."""
+
+    def __init__(self, borrowing: Borrowing, *, only: bool, all_names: bool, patience_s: float) -> None:
+        self.only = only
+        self.last_report: SyncReport | None = None
+        self._borrowing = borrowing
+        self._all_names = all_names
+        self._patience_s = patience_s
+        self._drawing: Drawing | None = None
+        self._drawer = 0  # thread that draws
+        self._pouring: tuple[Handover, bool] | None = (
+            None  # of the stream that has the subscriber's lock; whether it copies
+        )
+        self._plan: Plan | None = None
+        self._parcels: list[Parcel] = []
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def registered_bytes(self) -> int:
+        return self._borrowing.registered_bytes
+
+    @property
+    def giving(self) -> bool:
+        """Who holds the subscriber's lock does so for a stream."""
+        return self._pouring is not None
+
+    def draw(
+        self, sync: Callable[[], SyncReport], lock: Callable[[], AbstractContextManager[None]], *, copy: bool
+    ) -> Iterator[tuple[str, Given]]:
+        """The loop: ``sync`` runs under ``lock`` on a thread of its own, with a Pour for its install."""
+        hand = Handover()
+
+        def run() -> SyncReport:
+            with lock():
+                self._pouring = hand, copy
+                try:
+                    return sync()
+                finally:
+                    self._pouring = None
+
+        drawing = Drawing(run, hand, self._patience_s)
+        self.leave_own()
+        self._drawing, self._drawer = drawing, threading.get_ident()
+        yield from drawing.items()
+        self.last_report = drawing.report
+
+    def leave_own(self) -> None:
+        """A loop of this very thread that was left and forgotten must not be waited for by its next call."""
+        drawing = self._drawing
+        if drawing is not None and not drawing.mine and self._drawer == threading.get_ident():
+            self.leave()
+
+    def leave(self) -> None:
+        """Break the open loop off, if there is one."""
+        drawing, self._drawing = self._drawing, None
+        if drawing is not None:
+            drawing.leave()
+
+    def load(self, told: Round, seats: ReplicaSeats | None, *rest: Any) -> Cargo:
+        """As ``Staging.load``, for a subscriber that only streams."""
+        return self._borrowing.load(told, seats, *rest)
+
+    def work(self, cargo: Cargo, stages: Callable[[], tuple[Stage | None, ...]]) -> Pour:
+        """The install of a stream. ``stages`` is asked when all ranks have voted."""
+        assert self._pouring is not None
+        hand, copy = self._pouring
+        return Pour([], lambda: self._pour(cargo, stages, hand, copy))
+
+    def _pour(self, cargo: Cargo, stages: Callable[[], tuple[Stage | None, ...]], hand: Handover, copy: bool) -> None:
+        """Give every parcel, and return when the last was done with. Raises LoopBroken, and what a lender fails with."""
+        lender = self._borrowing.settle(cargo, stages()) if isinstance(cargo, Loan) else None
+        if lender is None and self._plan is not cargo.plan:
+            self._plan, self._parcels = cargo.plan, make_parcels(cargo.plan, aliases=self._all_names)
+        parcels = self._parcels if lender is None else lender.parcels
+        room = max((parcel.scratch_nbytes for parcel in parcels), default=0)
+        if room > len(self._scratch):
+            self._scratch = torch.empty(room, dtype=torch.uint8)
+        for index, parcel in enumerate(parcels):
+            hand.await_draw()
+            if lender is not None:
+                lender.move(index)
+            found = parcel.give(cargo.landing.block if lender is None else lender.block, self._scratch)
+            for name in parcel.names:
+                hand.await_draw()  # at once for the first: it was asked for above
+                hand.give((name, _clone(found) if copy else found))
+            del found
+        hand.await_draw()
+
+    def close(self) -> None:
+        self._borrowing.close()
+        self._plan, self._parcels = None, []
 
 
 def _clone(found: Given) -> Given:

@@ -51,7 +51,7 @@ from mx_rl.records import (
 from mx_rl.registry import Registry
 from mx_rl.reports import SyncReport
 from mx_rl.staging import Cargo, Staging
-from mx_rl.streaming import Drawing, Given, Handover, Pour, Pourer
+from mx_rl.streaming import Given, Pour, Streams
 from mx_rl.target import Number, check_arguments, not_ready, number_of
 from mx_rl.tensors import Shard, Tensors, all_meta, resolve, shards
 
@@ -146,15 +146,9 @@ class Subscriber:
         self._staging: Staging | None = None
         self._ranks: Ranks | None = None
         self._membership: Membership | None = None
-        self._streamed = tensors is None or all_meta(tensors)  # there is no memory to install into
-        self._drawing: Drawing | None = None
-        self._drawer = 0  # thread that draws it
-        self._pourer: Pourer | None = None
-        self._hand: Handover | None = None  # of the stream that holds the lock
-        self._copying = False
-        self.last_report: SyncReport | None = None
-        """What the last ``stream`` that ended did."""
-        layout = self._layout(streaming=self._streamed)
+        self._streams: Streams | None = None
+        only_streams = tensors is None or all_meta(tensors)
+        layout = self._layout(streaming=only_streams)
         self.incarnation = unique_name(f"{policy}-r{rank}")
         self.replica = replica or self.incarnation
         self._endpoint = Endpoint.acquire(registry, self.options)
@@ -164,13 +158,18 @@ class Subscriber:
                 self._member,
                 rank,
                 layout,
-                roomy=not self._streamed,
+                roomy=not only_streams,
                 sources=sources,
                 serve=serve == "stage",
                 strict=strict,
                 allow_missing=allow_missing,
             )
-            self._pourer = Pourer(Borrowing(self._member, self._staging, rank))
+            self._streams = Streams(
+                Borrowing(self._member, self._staging, rank),
+                only=only_streams,
+                all_names=tensors is None,
+                patience_s=self.options.stall_s if world_size == 1 else 0.0,
+            )
             self._ranks = Ranks(self._endpoint, policy, self.replica, rank, world_size)
             self._membership = Membership(
                 self._member, self._staging, self._ranks, self.replica, named=replica is not None
@@ -227,29 +226,19 @@ class Subscriber:
         The first draw waits and raises as ``sync`` does; ``timeout`` does not count the loop's own time. The hooks run on the
         stream's own thread.
         """
-        hand, least = Handover(), number_of(at_least)
+        check_open(self._closed, f"Subscriber({self.policy!r})")
+        assert self._streams is not None
+        least = number_of(at_least)
+        return self._streams.draw(
+            lambda: self.sync(least, timeout=timeout),
+            lambda: self._exclusive(time.monotonic() + timeout),
+            copy=copy,
+        )
 
-        def sync() -> SyncReport:
-            with self._exclusive(time.monotonic() + timeout):
-                self._hand, self._copying = hand, copy
-                try:
-                    return self.sync(least, timeout=timeout)
-                finally:
-                    self._hand = None
-
-        drawing = Drawing(sync, hand, self.options.stall_s if self.world_size == 1 else 0.0)
-        self._leave_stream()
-        self._drawing = drawing
-        self._drawer = threading.get_ident()
-        yield from drawing.items()
-        self.last_report = drawing.report
-
-    def _leave_stream(self) -> None:
-        """A loop of this very thread that was left and forgotten must not be waited for."""
-        drawing = self._drawing
-        if drawing is not None and not drawing.mine and self._drawer == threading.get_ident():
-            self._drawing = None
-            drawing.leave()
+    @property
+    def last_report(self) -> SyncReport | None:
+        """What the last ``stream`` whose loop ended did."""
+        return self._streams.last_report if self._streams is not None else None
 
     @contextmanager
     def hold(self, *, timeout: float = 60.0) -> Iterator[int | None]:
@@ -280,17 +269,15 @@ class Subscriber:
     @property
     def registered_bytes(self) -> int:
         """Registered host memory of this rank: stages, their headers and page padding."""
-        staging, pourer = self._staging, self._pourer
-        found = staging.registered_bytes if staging is not None else 0
-        return found + (pourer.borrowing.registered_bytes if pourer is not None else 0)
+        return sum(part.registered_bytes for part in (self._staging, self._streams) if part is not None)
 
     def close(self) -> None:
         """Leave, and give everything back. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        if self._drawing is not None:
-            self._drawing.leave()
+        if self._streams is not None:
+            self._streams.leave()
         idle = self._busy.acquire(timeout=self.options.stall_s)  # a sync in another thread sees that it is over
         with ExitStack() as steps:  # the last is run first; each is run whatever became of those before
             if idle:
@@ -298,8 +285,8 @@ class Subscriber:
             steps.callback(self._endpoint.release)
             if self._staging is not None:
                 steps.callback(self._staging.close)
-            if self._pourer is not None:
-                steps.callback(self._pourer.borrowing.close)
+            if self._streams is not None:
+                steps.callback(self._streams.close)
             if self._ranks is not None:
                 steps.callback(self._ranks.close)
             steps.callback(self._member.leave)
@@ -363,7 +350,7 @@ class Subscriber:
         if self._open_stage is not None:
             self._discard(self._open_stage, "another stage began")
         begun = time.monotonic()
-        membership.follow(self._layout(streaming=self._hand is not None))
+        membership.follow(self._layout(streaming=self._streams is not None and self._streams.giving))
         if membership.meet(deadline):
             self._taint = self._taint or "a rank of the replica was replaced, or runs another version"
         told = self._fix_target(at_least, exactly, deadline) if self.rank == 0 else ranks.next_round(deadline)
@@ -372,7 +359,8 @@ class Subscriber:
             return self._nothing_newer(told, resolved)
         self._held = ()
         try:
-            load = self._pourer.borrowing.load if self._streamed and self._pourer is not None else staging.load
+            streams = self._streams
+            load = streams.load if streams is not None and streams.only else staging.load
             cargo = load(told, membership.seats, deadline)
         except BaseException as exc:
             self._refuse_round(told.round, told.record.number, exc)
@@ -457,7 +445,8 @@ class Subscriber:
     @contextmanager
     def _exclusive(self, deadline: float) -> Iterator[None]:
         """One sync, stage or install at a time; the caller's own hold is suspended. Busy where the other takes longer."""
-        self._leave_stream()
+        if self._streams is not None:
+            self._streams.leave_own()
         with self._holds.suspended():
             if not self._busy.acquire(timeout=max(deadline - time.monotonic(), 0)):
                 raise Busy(f"another sync or install of policy {self.policy!r} is under way in this process: try again")
@@ -506,25 +495,22 @@ class Subscriber:
         if not commit:
             self._call_after(previous, previous)
             self._raise_called_off(staged.version, reason)
+        if isinstance(work, Pour):
+            self._taint = self._taint or "the loop over a stream is not at its end"
         fault = self._write(work, cargo.record, previous)
         # The loops of other ranks may take as long as this one's did.
         loop_s = sum(work.spent_s) if isinstance(work, Pour) else 0.0
         self._conclude(staged, fault, max(deadline, time.monotonic() + self.options.lease_s + loop_s))
 
     def _work(self, cargo: Cargo) -> Work:
-        hand, pourer, ranks = self._hand, self._pourer, self._ranks
-        if hand is None:
+        """Everything that can be refused is refused here."""
+        _, ranks, _ = self._parts
+        streams = self._streams
+        if streams is None or not streams.giving:
             return self._installer.prepare(cargo.plan, cargo.landing.block, self._resolve_live())
-        assert pourer is not None
-        assert ranks is not None
-        if cargo.plan.alias_checks and not isinstance(cargo, Loan):
+        if not isinstance(cargo, Loan):  # a lender's layout is ours, and it looks itself
             self._installer.check_aliases(cargo.plan, cargo.landing.block)
-
-        def give() -> None:
-            self._taint = self._taint or "the loop over a stream is not at its end"
-            pourer.pour(cargo, lambda: ranks.stages, self._tensors is None, self._copying, hand)
-
-        return Pour([], give)
+        return streams.work(cargo, lambda: ranks.stages)
 
     def _resolve_live(self) -> dict[str, tuple[Shard, ...]]:
         if self._tensors is None:
