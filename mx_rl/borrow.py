@@ -59,9 +59,10 @@ class Borrowing:
             return self._staging.load(told, seats, *rest)
         assert told.record is not None
         begun = time.monotonic()
-        record, plan = told.record, self._staging.plan(told.record, seats)
+        staging, record = self._staging, told.record
+        plan = staging.plan(record, seats)
         buffer = self._buffer_for(plan)
-        cargo = Loan(record, plan, buffer.landing, Haul(), lender=lender)
+        cargo = Loan(record, plan, buffer.landing, Haul(), staging.layout_name, lender=lender)
         cargo.seconds = {"plan": time.monotonic() - begun}
         return cargo
 

@@ -10,7 +10,7 @@ MxRLError
 |              StartTimeout
 |              HoldTimeout
 |              CallTimeout
-|              Busy
+|              Busy -- Paused
 |-- fix input: InvalidArgument
 |              TensorUnavailable
 |              NameCollision
@@ -102,6 +102,10 @@ class CallTimeout(MxRLError, TimeoutError):
 
 class Busy(MxRLError, RuntimeError):
     """For a ``before_install`` hook to raise when the engine cannot stop yet: it is called again until the deadline."""
+
+
+class Paused(Busy):
+    """The subscriber was paused, and writes nothing until ``resume``."""
 
 
 class InvalidArgument(MxRLError, ValueError):

@@ -12,6 +12,7 @@ import numpy as np
 
 from mx_rl.errors import CorruptRecord, InvalidArgument, MxRLError, PeerLost, VersionGone
 from mx_rl.landing import Landing
+from mx_rl.patience import Patience
 from mx_rl.plan import Part, Plan
 from mx_rl.records import EndpointRecord, Holder, Source, VersionRecord
 from mx_rl.transport.base import Flow, Windows
@@ -82,7 +83,8 @@ class Haul:
 
 
 class Fetch:
-    """One attempt. ``replace`` gives a fresh landing when bytes may still arrive late in the present one."""
+    """One attempt. ``replace`` gives a fresh landing when bytes may still arrive late in the present one; ``moved`` is told how
+    many windows are here."""
 
     def __init__(
         self,
@@ -93,7 +95,8 @@ class Fetch:
         haul: Haul,
         lookup: Callable[[str], EndpointRecord],
         replace: Callable[[Landing], Landing],
-        stall_s: float,
+        patience: Patience,
+        moved: Callable[[int], None],
     ) -> None:
         self._plan = plan
         self._progress = progress
@@ -101,13 +104,14 @@ class Fetch:
         self._haul = haul
         self._lookup = lookup
         self._replace = replace
-        self._stall_s = stall_s
+        self._patience = patience
+        self._moved = moved
         self._flows: dict[Supplier, Flow] = {}
         self._assigned: dict[Supplier, set[int]] = {}  # windows that this supplier has been given and not confirmed
         self._moved_at: dict[Supplier, float] = {}
         self._prefix = 0
 
-    def run(self, deadline: float) -> None:
+    def run(self) -> None:
         """Return when every window is confirmed.
 
         Raises VersionGone when a window has no source left and one of them said that the version is gone, PeerLost when
@@ -118,10 +122,13 @@ class Fetch:
         try:
             self._assign(set(range(len(self._plan.window_bounds))) - self._progress.confirmed)
             while self._flows:
+                self._patience.check()
                 if self._step():
                     nap = _NAP_S[0]
+                    if self._patience.over:  # progress grants time, a deadline for the whole does not
+                        raise PeerLost("the deadline for the whole passed while bytes arrived", peer="")
                     continue
-                if time.monotonic() > deadline:
+                if self._patience.over:
                     waiting = ", ".join(sorted(supplier.label for supplier in self._flows))
                     raise PeerLost(f"the deadline passed while bytes from {waiting} were on their way", peer=waiting)
                 time.sleep(nap)
@@ -145,10 +152,9 @@ class Fetch:
                 moved = True
                 self._moved_at[supplier] = now
                 self._confirm(supplier, confirmed)
-            elif now - self._moved_at[supplier] > self._stall_s:
-                self._fail(
-                    supplier, PeerLost(f"{supplier.label} moved no byte for {self._stall_s} s", peer=supplier.label)
-                )
+            elif now - self._moved_at[supplier] > self._patience.stall_s:
+                stalled = f"{supplier.label} moved no byte for {self._patience.stall_s} s"
+                self._fail(supplier, PeerLost(stalled, peer=supplier.label))
                 return True
             if flow.done:
                 flow.close()
@@ -165,6 +171,8 @@ class Fetch:
             low, high = self._plan.window_bounds[window]
             self._haul.served_by[supplier.label] += int(high - low)
         self._raise_watermark()
+        self._patience.moved()
+        self._moved(len(self._progress.confirmed))
 
     def _raise_watermark(self) -> None:
         while self._prefix in self._progress.confirmed:

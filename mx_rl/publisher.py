@@ -5,6 +5,7 @@ publish:  resolve tensors -> snapshot (into a ring slot) -> commit (registry) ->
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import threading
@@ -19,7 +20,7 @@ from mx_rl.commits import Commits, aborted
 from mx_rl.config import Options
 from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, seat_key, unique_name
 from mx_rl.errors import IncompleteVersion, InvalidArgument, RegistryLost
-from mx_rl.feed import Feed, Pairs, Stream, drawing
+from mx_rl.feed import Feed, Pairs, Stream, drawing, on_loop
 from mx_rl.layout import RankLayout
 from mx_rl.records import AwaitFree, AwaitInstalled, Commit, Free, Installs, Seat, Source, encode
 from mx_rl.registry import Registry
@@ -27,6 +28,7 @@ from mx_rl.reports import Receipt, Version
 from mx_rl.ring import Ring, Slot
 from mx_rl.seat import find_seat
 from mx_rl.tensors import Shard, Tensors, resolve, shards
+from mx_rl.twins import run
 
 log = logging.getLogger("mx_rl")
 
@@ -122,10 +124,10 @@ class Publisher:
         After ``timeout`` seconds: IncompleteVersion, naming the ranks that have not claimed or not committed. Also
         raises TensorUnavailable, LayoutMismatch, InvalidArgument (metadata over 64 KiB), Fenced, RegistryLost.
         """
-        with drawing(stream) as pairs, self._publishing:
+        begun = time.monotonic()
+        deadline = begun + timeout
+        with drawing(stream) as pairs, self._publishing, self._member.bounded(lambda: deadline):
             check_open(self._closed, f"Publisher({self.policy!r})")
-            begun = time.monotonic()
-            deadline = begun + timeout
             epoch = self._count_call(deadline)
             key = (epoch.epoch, self._k)
             try:
@@ -168,16 +170,17 @@ class Publisher:
         deadline = time.monotonic() + timeout
         number = version.number if isinstance(version, Version) else version
         key = self._commits.key_of(number)
-        if key is not None:
-            outcome = self._commits.settle(key, deadline)
-            if outcome.state == "aborted":
-                self._commits.raise_failure()
-                raise aborted(outcome)
-            number = outcome.number or number
-        left = max(deadline - time.monotonic(), 0)
-        done = self._member.ask(
-            AwaitInstalled(policy=self.policy, number=number, replicas=replicas, wait=left), Installs
-        )
+        with self._member.bounded(lambda: deadline):
+            if key is not None:
+                outcome = self._commits.settle(key, deadline)
+                if outcome.state == "aborted":
+                    self._commits.raise_failure()
+                    raise aborted(outcome)
+                number = outcome.number or number
+            left = max(deadline - time.monotonic(), 0)
+            done = self._member.ask(
+                AwaitInstalled(policy=self.policy, number=number, replicas=replicas, wait=left), Installs
+            )
         return Receipt(
             version=done.number,
             ready=done.ready,
@@ -185,6 +188,30 @@ class Publisher:
             failed=dict(done.failed),
             missing=done.missing,
         )
+
+    async def async_publish(
+        self,
+        step: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        stream: Stream | None = None,
+        timeout: float = 30.0,
+    ) -> Version:
+        """``publish`` on a thread of its own; an async ``stream`` is driven by the caller's loop. A publish counts on all
+        ranks once it is begun: cancelled, it is finished all the same, within its ``timeout``, and the version is returned
+        as if nothing had been cancelled."""
+        pairs = on_loop(stream, asyncio.get_running_loop()) if stream is not None else None
+        return await run(lambda: self.publish(step, metadata, stream=pairs, timeout=timeout), stop=lambda: False)
+
+    async def async_wait(
+        self, version: Version | int, *, replicas: int | None = None, timeout: float = 60.0
+    ) -> Receipt:
+        """``wait`` on a thread of its own. Cancelled, it ends at once; nothing depends on it."""
+        return await run(lambda: self.wait(version, replicas=replicas, timeout=timeout))
+
+    async def async_latest(self) -> int | None:
+        """``latest`` on a thread of its own."""
+        return await run(lambda: self.latest)
 
     @property
     def latest(self) -> int | None:
@@ -302,11 +329,14 @@ class Publisher:
         feed = self._feed
         if feed.layout is None and self._tensors is not None:
             feed.declare(shards(self._tensors))
+        begun = time.monotonic()
         copies = feed.learn(pairs) if feed.layout is None else None
         assert feed.layout is not None
-        ring = self._ring_for(feed.layout)
-        resolved = time.monotonic()
-        slot = self._take_slot(ring, deadline)
+        deadline += time.monotonic() - begun  # the iterable's own time does not count
+        with self._member.bounded(lambda: deadline):
+            ring = self._ring_for(feed.layout)
+            resolved = time.monotonic()
+            slot = self._take_slot(ring, deadline)
         taken = time.monotonic()
         filling = ring.begin(slot)
         if copies is None:

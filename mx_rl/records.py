@@ -226,11 +226,12 @@ class Ack(Command, kw_only=True):
     replica: str
     incarnation: str
     record: VersionRecord | None  # what is installed now
-    state: str  # "installed", "failed", "tainted", "discarded"
+    state: str  # "installed", "failed", "tainted", "discarded", or "staged": read whole, ``record`` runs on
     number: int = 0  # the version the round was about
     reason: str = ""
     held: tuple[Source, ...] = ()  # by rank: stages that hold ``record`` whole; () serves nothing
     previous: int = 0
+    seq: int = 0  # counts the acknowledgements of this incarnation: one that was overtaken is ignored; 0: not counted
 
 
 class Beat(Command, kw_only=True):
@@ -401,6 +402,25 @@ class Round(RankMessage, kw_only=True):
     trainer: bool = True
     holders: tuple[Holder, ...] = ()
     full: bool = False  # install even if this version is installed (healing)
+    ahead: bool = False  # a prefetch: no call of rank 0 asks for it yet; told again without this when one does
+
+
+class Moved(RankMessage, kw_only=True):
+    """How far a rank's part is, so that whoever waits for it sees progress. From rank 0: the sum over all ranks."""
+
+    rank: int
+    windows: int
+    whole: bool = False  # it lies whole in the stage
+
+
+class Ready(RankMessage, kw_only=True):
+    """A rank has staged its part and was asked to install it."""
+
+    rank: int
+
+
+class Shut(RankMessage, kw_only=True):
+    """All ranks are ready: each shuts its holds and votes."""
 
 
 class Stage(_Base, kw_only=True):
@@ -435,7 +455,7 @@ class Finished(RankMessage, kw_only=True):
     reason: str = ""
 
 
-AnyRankMessage = Hello | Round | Vote | Decision | Installed | Finished
+AnyRankMessage = Hello | Round | Moved | Ready | Shut | Vote | Decision | Installed | Finished
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}

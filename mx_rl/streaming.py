@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextvars
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 
 from mx_rl.borrow import Borrowing, Loan
 from mx_rl.errors import MxRLError, VersionAborted
-from mx_rl.install import Work
+from mx_rl.holds import Owner, acting_for, owner
 from mx_rl.parcels import Parcel, make_parcels
+from mx_rl.patience import Cancelled, Patience
 from mx_rl.plan import Plan
 from mx_rl.records import ReplicaSeats, Round, Stage
 from mx_rl.reports import SyncReport
@@ -77,32 +76,32 @@ class Handover:
             self._change.notify_all()
 
 
-@dataclass(frozen=True)
-class Pour(Work):
-    """An install that writes nothing: each tensor goes to whoever draws. ``spent_s`` is filled by ``run``."""
+class Pour:
+    """An install that writes nothing: each tensor goes to whoever draws. ``spent_s``: how long ``run`` took."""
 
-    pour: Callable[[], None] = lambda: None
-    spent_s: list[float] = field(default_factory=list)
+    def __init__(self, pour: Callable[[], None]) -> None:
+        self.spent_s = 0.0
+        self._pour = pour
 
     def run(self) -> None:
         begun = time.monotonic()
         try:
-            self.pour()
+            self._pour()
         finally:
-            self.spent_s.append(time.monotonic() - begun)
+            self.spent_s = time.monotonic() - begun
 
 
 class Drawing:
     """One call of ``stream``: ``sync`` runs on a thread and gives, whoever draws gets."""
 
-    def __init__(self, sync: Callable[[], SyncReport], hand: Handover, patience_s: float) -> None:
+    def __init__(self, sync: Callable[[], SyncReport], hand: Handover, patience: Patience, *, alone: bool) -> None:
         self.report: SyncReport | None = None
         self._sync = sync
         self._hand = hand
-        self._patience_s = patience_s
+        self._patience = patience
+        self._alone = alone
         self._error: BaseException | None = None
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(target=context.run, args=(self._run,), name="mx-rl-stream", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="mx-rl-stream", daemon=True)
 
     def _run(self) -> None:
         try:
@@ -117,7 +116,7 @@ class Drawing:
         """The calling thread is the one that gives."""
         return self._thread is threading.current_thread()
 
-    def items(self) -> Iterator[tuple[str, Given]]:
+    def items(self) -> Generator[tuple[str, Given], None, None]:
         self._thread.start()
         try:
             while True:
@@ -139,11 +138,14 @@ class Drawing:
             self.leave()
 
     def leave(self) -> None:
-        """Break the loop off, where it is not over. The replica is tainted then, which the next stream or sync heals."""
+        """Break the loop off, where it is not over: before the vote the old version runs on, later the replica is tainted,
+        which the next stream or sync heals."""
         if not self._thread.is_alive():
             return
+        stopped = self._patience.stop(Cancelled())
         self._hand.leave()
-        self._thread.join(self._patience_s)
+        if stopped or self._alone:  # else the other ranks must end their loops first
+            self._thread.join(self._patience.stall_s)
         if isinstance(self._error, MxRLError):
             log.warning("a stream was left before its end: %s", self._error)
 
@@ -151,14 +153,14 @@ class Drawing:
 class Streams:
     """A subscriber's. ``only``: there is no memory to install into, so that whatever it brings here is for a stream."""
 
-    def __init__(self, borrowing: Borrowing, *, only: bool, all_names: bool, patience_s: float) -> None:
+    def __init__(self, borrowing: Borrowing, *, only: bool, all_names: bool, alone: bool) -> None:
         self.only = only
         self.last_report: SyncReport | None = None
         self._borrowing = borrowing
         self._all_names = all_names
-        self._patience_s = patience_s
+        self._alone = alone
         self._drawing: Drawing | None = None
-        self._drawer = 0  # thread that draws
+        self._drawer: Owner = 0  # who drew first
         self._pouring: tuple[Handover, bool] | None = (
             None  # of the stream that has the subscriber's lock; whether it copies
         )
@@ -176,29 +178,34 @@ class Streams:
         return self._pouring is not None
 
     def draw(
-        self, sync: Callable[[], SyncReport], lock: Callable[[], AbstractContextManager[None]], *, copy: bool
-    ) -> Iterator[tuple[str, Given]]:
+        self,
+        patience_of: Callable[[], Patience],
+        lock: Callable[[Patience], AbstractContextManager[None]],
+        sync: Callable[[Patience], SyncReport],
+        *,
+        copy: bool,
+    ) -> Generator[tuple[str, Given], None, None]:
         """The loop: ``sync`` runs under ``lock`` on a thread of its own, with a Pour for its install."""
-        hand = Handover()
+        hand, patience, who = Handover(), patience_of(), owner()
 
         def run() -> SyncReport:
-            with lock():
+            with acting_for(who), lock(patience):
                 self._pouring = hand, copy
                 try:
-                    return sync()
+                    return sync(patience)
                 finally:
                     self._pouring = None
 
-        drawing = Drawing(run, hand, self._patience_s)
+        drawing = Drawing(run, hand, patience, alone=self._alone)
         self.leave_own()
-        self._drawing, self._drawer = drawing, threading.get_ident()
+        self._drawing, self._drawer = drawing, who
         yield from drawing.items()
         self.last_report = drawing.report
 
     def leave_own(self) -> None:
-        """A loop of this very thread that was left and forgotten must not be waited for by its next call."""
+        """A loop of this very task or thread that was left and forgotten must not be waited for by its next call."""
         drawing = self._drawing
-        if drawing is not None and not drawing.mine and self._drawer == threading.get_ident():
+        if drawing is not None and not drawing.mine and self._drawer == owner():
             self.leave()
 
     def leave(self) -> None:
@@ -211,13 +218,20 @@ class Streams:
         """As ``Staging.load``, for a subscriber that only streams."""
         return self._borrowing.load(told, seats, *rest)
 
-    def work(self, cargo: Cargo, stages: Callable[[], tuple[Stage | None, ...]]) -> Pour:
+    def work(self, cargo: Cargo, stages: Callable[[], tuple[Stage | None, ...]], patience: Patience) -> Pour:
         """The install of a stream. ``stages`` is asked when all ranks have voted."""
         assert self._pouring is not None
         hand, copy = self._pouring
-        return Pour([], lambda: self._pour(cargo, stages, hand, copy))
+        return Pour(lambda: self._pour(cargo, stages, patience, hand, copy))
 
-    def _pour(self, cargo: Cargo, stages: Callable[[], tuple[Stage | None, ...]], hand: Handover, copy: bool) -> None:
+    def _pour(
+        self,
+        cargo: Cargo,
+        stages: Callable[[], tuple[Stage | None, ...]],
+        patience: Patience,
+        hand: Handover,
+        copy: bool,
+    ) -> None:
         """Give every parcel, and return when the last was done with. Raises LoopBroken, and what a lender fails with."""
         lender = self._borrowing.settle(cargo, stages()) if isinstance(cargo, Loan) else None
         if lender is None and self._plan is not cargo.plan:
@@ -233,9 +247,11 @@ class Streams:
             found = parcel.give(cargo.landing.block if lender is None else lender.block, self._scratch)
             for name in parcel.names:
                 hand.await_draw()  # at once for the first: it was asked for above
+                patience.moved()  # the loop takes as long as its engine does
                 hand.give((name, _clone(found) if copy else found))
             del found
         hand.await_draw()
+        patience.moved()
 
     def close(self) -> None:
         self._borrowing.close()

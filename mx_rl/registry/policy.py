@@ -118,6 +118,7 @@ class Replica:
     failed: int = 0  # the newest version that it failed to install
     acked: tuple[str, ...] = ()  # incarnations, by rank, that the last Ack spoke for
     held: tuple[Source, ...] = ()
+    spoke: tuple[str, int] = ("", 0)  # who led it when it last acknowledged, and that acknowledgement's count
 
     @property
     def incarnations(self) -> tuple[str, ...]:
