@@ -21,7 +21,7 @@ from mx_rl.errors import (
     UnexpectedTensors,
     VersionAborted,
 )
-from mx_rl.feed import cut, on_loop
+from mx_rl.feed import cut
 from mx_rl.registry.memory import MemoryRegistry
 from tests.support.local import FAST, together
 
@@ -378,7 +378,7 @@ def test_an_async_stream_inside_a_running_loop_names_the_awaitable_twin_and_is_d
     with Publisher("p", None, registry=registry, options=FAST) as pub:
 
         async def main():
-            loop, threads = asyncio.get_running_loop(), set()
+            threads = set()
 
             async def stream():
                 threads.add(threading.get_ident())
@@ -388,7 +388,7 @@ def test_an_async_stream_inside_a_running_loop_names_the_awaitable_twin_and_is_d
 
             with pytest.raises(InvalidArgument, match="async_publish"):
                 pub.publish(stream=stream())
-            version = await asyncio.to_thread(lambda: pub.publish(stream=on_loop(stream(), loop)))
+            version = await pub.async_publish(stream=stream())
             assert threads == {threading.get_ident()}
 
             async def broken():
@@ -396,7 +396,7 @@ def test_an_async_stream_inside_a_running_loop_names_the_awaitable_twin_and_is_d
                 raise TimeoutError("its own")
 
             with pytest.raises(TimeoutError, match="its own"):
-                await asyncio.to_thread(lambda: pub.publish(stream=on_loop(broken(), loop)))
+                await pub.async_publish(stream=broken())
             return version
 
         version = asyncio.run(main())

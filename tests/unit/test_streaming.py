@@ -1,7 +1,9 @@
 """Versions handed over name by name: what a loop gets, when it counts, and what a broken one leaves."""
 
+import asyncio
 import itertools
 import threading
+import time
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from mx_rl.config import Options
 from mx_rl.errors import (
     AliasConflict,
     Busy,
+    HoldTimeout,
     InvalidArgument,
     MissingTensors,
     NotReady,
@@ -529,3 +532,79 @@ def test_a_part_is_one_stretch_of_its_box_or_it_is_not(box, part, start, expecte
     contiguous = torch.equal(cut, torch.arange(int(cut[0]), int(cut[0]) + len(cut)))
     assert contiguous == (expected is not None)
     assert expected is None or int(cut[0]) * 4 == expected
+
+
+# ---- beside holds, tasks and prefetch
+
+
+def test_holds_are_shut_while_a_loop_runs_but_for_its_own(registry):
+    with World(registry) as world, subscriber(registry, None) as sub:
+        number = world.publish(0)
+        with sub.hold():  # its own: a safe point, as for sync
+            loop = sub.stream(timeout=10)
+            next(loop)
+
+            def hold(timeout):
+                with sub.hold(timeout=timeout) as version:
+                    return version
+
+            (outcome,) = together(lambda: hold(0.1))
+            assert isinstance(outcome, HoldTimeout)
+            waiting = together(lambda: hold(10), lambda: list(loop))
+            assert waiting[0] == number
+
+
+def test_a_task_streams_without_blocking_its_loop(registry):
+    with World(registry) as world, subscriber(registry, None) as sub:
+        number = world.publish(0)
+
+        async def load():
+            return {name: tensor async for name, tensor in sub.async_stream(timeout=10, copy=True)}
+
+        async def main():
+            ticks = asyncio.create_task(asyncio.sleep(0))
+            given = await load()
+            await ticks
+            assert all(torch.equal(given[name], tensor) for name, tensor in model().items())
+            assert sub.version == number
+            waiting = asyncio.create_task(anext(aiter(sub.async_stream(at_least=number + 1, timeout=30))))
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert sub.ready, "cancelled before a byte: the old version runs on"
+            world.publish(1)
+            async for _ in sub.async_stream(timeout=10):
+                break
+            for _ in range(100):  # the generator is closed by the loop's own hook
+                if not sub.ready:
+                    break
+                await asyncio.sleep(0.01)
+            assert not sub.ready
+            given = await load()
+            assert all(torch.equal(given[name], tensor) for name, tensor in model(1).items())
+            assert sub.ready
+
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_prefetched_version_is_streamed_without_a_move(registry, ranks):
+    with World(registry, 1, large) as world:
+        subs = [
+            subscriber(registry, None, replica="tp", rank=rank, world_size=ranks, prefetch=True)
+            for rank in range(ranks)
+        ]
+        for seed in range(2):
+            number = world.publish(seed)
+            limit = time.monotonic() + 10
+            while any(sub.staged != number for sub in subs) and time.monotonic() < limit:
+                time.sleep(0.01)
+            assert [sub.staged for sub in subs] == [number] * ranks
+            found = together(*(lambda sub=sub: dict(sub.stream(timeout=10, copy=True)) for sub in subs))
+            for sub, given in zip(subs, found, strict=True):
+                assert not isinstance(given, BaseException), given
+                assert all(torch.equal(given[name], tensor) for name, tensor in large(seed).items())
+                assert "ahead" in sub.last_report.seconds
+        for sub in subs:
+            sub.close()
