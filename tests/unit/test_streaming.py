@@ -448,6 +448,20 @@ def test_ranks_of_one_host_share_one_stage(registry, size):
             sub.close()
 
 
+def test_a_tensor_stays_as_it_is_until_the_next_is_drawn(registry):
+    def slowly(sub):
+        for name, tensor in sub.stream(timeout=10):
+            threading.Event().wait(0.001)  # whoever writes too early has the time to
+            assert torch.equal(tensor, large(2)[name]), name
+
+    with World(registry, 3, large) as world:
+        subs = [subscriber(registry, None, replica="tp", rank=rank, world_size=2) for rank in range(2)]
+        world.publish(2)
+        assert together(*(lambda sub=sub: slowly(sub) for sub in subs)) == [None, None]
+        for sub in subs:
+            sub.close()
+
+
 def test_a_rank_that_serves_nothing_lends_nothing(registry):
     with World(registry, 2, large) as world:
         serve = ["off", "stage", "stage"]
