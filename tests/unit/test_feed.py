@@ -422,3 +422,23 @@ def test_a_publisher_without_tensors_says_what_it_lacks(registry):
     with Publisher("p", {"w": torch.empty(5, device="meta")}, registry=registry, options=FAST) as pub:
         with pytest.raises(TensorUnavailable, match="w"):
             pub.publish()
+
+
+def test_a_dtensor_is_refused_with_what_to_give_instead(registry):
+    from torch import distributed
+    from torch.distributed.tensor import Shard as Cut
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        whole = torch.randn(8, 4)
+        tensor = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Cut(0)])
+        with Publisher("p", None, registry=registry, options=FAST) as pub:
+            with pytest.raises(InvalidArgument, match=r"'w' as a DTensor.*full_tensor"):
+                pub.publish(stream=[("w", tensor), ("b", torch.ones(3))])
+            version = pub.publish(stream=((name, value.full_tensor()) for name, value in {"w": tensor}.items()))
+            with Subscriber("p", {"w": torch.zeros(8, 4)}, registry=registry, options=FAST) as sub:
+                sub.sync(at_least=version.number, timeout=10)
+                assert torch.equal(sub._tensors["w"], whole)
+    finally:
+        distributed.destroy_process_group()
