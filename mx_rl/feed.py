@@ -70,12 +70,18 @@ class Pairs:
             log.warning("the stream raised while it was drained after another error: %r", exc)
 
     def close(self) -> None:
-        """Give the event loop back, if this made one."""
+        """Give the event loop back, if this made one; what still runs on it is cancelled."""
         loop, self._loop = self._loop, None
         if loop is None:
             return
         try:
+            left = asyncio.all_tasks(loop)
+            for task in left:
+                task.cancel()
+            if left:
+                loop.run_until_complete(asyncio.wait(left))
             loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_until_complete(loop.shutdown_default_executor())
         finally:
             loop.close()
 
@@ -225,7 +231,7 @@ class Feed:
             return shares[name]
 
         def put(name: str, part: Tensor) -> None:
-            copies[name] = torch.empty(part.shape, dtype=shares[name].wire)
+            copies[name] = torch.empty(part.shape, dtype=shares[name].wire, device="cpu")
             copy(copies[name], part)
 
         _Pass(expect, put).run(pairs)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from mx_rl.borrow import Borrowing, Loan
-from mx_rl.errors import MxRLError, VersionAborted
+from mx_rl.errors import Closed, MxRLError, VersionAborted
 from mx_rl.holds import Owner, acting_for, owner
 from mx_rl.parcels import Parcel, make_parcels
 from mx_rl.patience import Cancelled, Patience
@@ -25,6 +25,9 @@ log = logging.getLogger("mx_rl")
 
 Given: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 """One tensor, or the boxes of a name that has several."""
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class LoopBroken(Exception):
@@ -156,7 +159,7 @@ class Streams:
     def __init__(self, borrowing: Borrowing, *, only: bool, all_names: bool, alone: bool) -> None:
         self.only = only
         self.last_report: SyncReport | None = None
-        self._borrowing = borrowing
+        self._loans: Borrowing | None = borrowing
         self._all_names = all_names
         self._alone = alone
         self._drawing: Drawing | None = None
@@ -166,11 +169,11 @@ class Streams:
         )
         self._plan: Plan | None = None
         self._parcels: list[Parcel] = []
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = _NOTHING
 
     @property
     def registered_bytes(self) -> int:
-        return self._borrowing.registered_bytes
+        return self._loans.registered_bytes if self._loans is not None else 0
 
     @property
     def giving(self) -> bool:
@@ -218,6 +221,12 @@ class Streams:
         """As ``Staging.load``, for a subscriber that only streams."""
         return self._borrowing.load(told, seats, *rest)
 
+    @property
+    def _borrowing(self) -> Borrowing:
+        if self._loans is None:
+            raise Closed("the subscriber was closed while it streamed")
+        return self._loans
+
     def work(self, cargo: Cargo, stages: Callable[[], tuple[Stage | None, ...]], patience: Patience) -> Pour:
         """The install of a stream. ``stages`` is asked when all ranks have voted."""
         assert self._pouring is not None
@@ -239,7 +248,7 @@ class Streams:
         parcels = self._parcels if lender is None else lender.parcels
         room = max((parcel.scratch_nbytes for parcel in parcels), default=0)
         if room > len(self._scratch):
-            self._scratch = torch.empty(room, dtype=torch.uint8)
+            self._scratch = torch.empty(room, dtype=torch.uint8, device="cpu")
         for index, parcel in enumerate(parcels):
             hand.await_draw()
             if lender is not None:
@@ -254,8 +263,11 @@ class Streams:
         patience.moved()
 
     def close(self) -> None:
-        self._borrowing.close()
-        self._plan, self._parcels = None, []
+        """What holds memory is let go; ``last_report`` stays."""
+        if self._loans is not None:
+            self._loans.close()
+        self._loans = self._drawing = self._plan = None
+        self._parcels, self._scratch = [], _NOTHING
 
 
 def _clone(found: Given) -> Given:

@@ -5,8 +5,14 @@ import os
 import signal
 
 import pytest
+import torch
+from torch import distributed
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from mx_rl.errors import Tainted
+from mx_rl import Publisher, Subscriber
+from mx_rl.errors import InvalidArgument, Tainted
+from mx_rl.registry.memory import MemoryRegistry
+from tests.support.local import FAST
 from tests.support.procs import Child
 from tests.support.socket_registry import RegistryServer
 from tests.support.streams import ByName, Exporter, PartByName
@@ -114,3 +120,20 @@ def test_a_lender_that_is_killed_fails_its_borrowers_loop_and_its_successor_heal
     for found in all_of([successor, borrower], "load", number, 1):
         assert found["wrong"] == []
         assert found["ready"]
+
+
+def test_a_dtensor_is_refused_with_what_to_give_instead():
+    registry = MemoryRegistry()
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        whole = torch.randn(8, 4)
+        tensor = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])
+        with Publisher("p", None, registry=registry, options=FAST) as pub:
+            with pytest.raises(InvalidArgument, match=r"'w' as a DTensor.*full_tensor"):
+                pub.publish(stream=[("w", tensor), ("b", torch.ones(3))])
+            version = pub.publish(stream=((name, value.full_tensor()) for name, value in {"w": tensor}.items()))
+            with Subscriber("p", {"w": torch.zeros(8, 4)}, registry=registry, options=FAST) as sub:
+                sub.sync(at_least=version.number, timeout=10)
+                assert torch.equal(sub._tensors["w"], whole)
+    finally:
+        distributed.destroy_process_group()

@@ -191,10 +191,19 @@ def test_a_pass_may_come_in_another_order(registry):
 def test_odd_tensors_of_an_exporter_are_taken_as_they_are(registry):
     base = torch.randn(40, 60, requires_grad=True)
     tied = torch.randn(50, 30)
+    with torch.inference_mode():
+        frozen = torch.randn(9, 9)
     with Publisher("p", None, registry=registry, options=FAST) as pub:
-        stream = [("module.strided", base[:, ::3]), ("leaf", base), ("a", tied), ("b", tied), ("c.module", base[0])]
+        stream = [
+            ("module.strided", base[:, ::3]),
+            ("leaf", base),
+            ("a", tied),
+            ("b", tied),
+            ("c.module", base[0]),
+            ("frozen", frozen),
+        ]
         version = pub.publish(stream=stream)
-        expected = {"strided": base[:, ::3], "leaf": base, "a": tied, "b": tied, "c.module": base[0]}
+        expected = {"strided": base[:, ::3], "leaf": base, "a": tied, "b": tied, "c.module": base[0], "frozen": frozen}
         with Subscriber("p", zeros(expected), registry=registry, options=FAST) as sub:
             sub.sync(at_least=version.number, timeout=10)
             assert_holds(sub._tensors, expected)
@@ -405,6 +414,27 @@ def test_an_async_stream_inside_a_running_loop_names_the_awaitable_twin_and_is_d
             assert_holds(sub._tensors, model())
 
 
+def test_the_loop_of_an_async_stream_leaves_nothing_behind(registry):
+    ended = []
+
+    async def background():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("task")
+
+    async def stream():
+        task = asyncio.create_task(background())
+        yield "a", await asyncio.to_thread(lambda: torch.ones(4))
+        ended.append(task.done())
+
+    before = set(threading.enumerate())
+    with Publisher("p", None, registry=registry, options=FAST) as pub:
+        pub.publish(stream=stream())
+        assert ended == [False, "task"]
+        assert not [thread for thread in set(threading.enumerate()) - before if "asyncio" in thread.name]
+
+
 def test_a_publisher_with_tensors_may_publish_a_stream_of_them(registry):
     tensors = model()
     with Publisher("p", tensors, registry=registry, options=FAST) as pub:
@@ -422,23 +452,3 @@ def test_a_publisher_without_tensors_says_what_it_lacks(registry):
     with Publisher("p", {"w": torch.empty(5, device="meta")}, registry=registry, options=FAST) as pub:
         with pytest.raises(TensorUnavailable, match="w"):
             pub.publish()
-
-
-def test_a_dtensor_is_refused_with_what_to_give_instead(registry):
-    from torch import distributed
-    from torch.distributed.tensor import Shard as Cut
-    from torch.distributed.tensor import distribute_tensor, init_device_mesh
-
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        whole = torch.randn(8, 4)
-        tensor = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Cut(0)])
-        with Publisher("p", None, registry=registry, options=FAST) as pub:
-            with pytest.raises(InvalidArgument, match=r"'w' as a DTensor.*full_tensor"):
-                pub.publish(stream=[("w", tensor), ("b", torch.ones(3))])
-            version = pub.publish(stream=((name, value.full_tensor()) for name, value in {"w": tensor}.items()))
-            with Subscriber("p", {"w": torch.zeros(8, 4)}, registry=registry, options=FAST) as sub:
-                sub.sync(at_least=version.number, timeout=10)
-                assert torch.equal(sub._tensors["w"], whole)
-    finally:
-        distributed.destroy_process_group()
