@@ -48,7 +48,7 @@ class Intake(Switch, Prefetched):
 
     def _sync(self, least: int | None, exact: int | None, patience: Patience) -> SyncReport:
         def attempt() -> SyncReport:
-            found = self._find_stage(least, exact)
+            found = self._find_stage(least, exact, patience)
             if found is not None:
                 waited = time.monotonic() - patience.begun
                 return found if isinstance(found, SyncReport) else self._install(found, patience, waited=waited)
@@ -60,7 +60,7 @@ class Intake(Switch, Prefetched):
     def _stage_within(self, least: int | None, exact: int | None, patience: Patience) -> Staged | None:
         def attempt() -> Staged | SyncReport:
             open_stage = self._open_stage
-            found = self._find_stage(least, exact) if open_stage is not None and open_stage.ahead else None
+            found = self._find_stage(least, exact, patience) if open_stage is not None and open_stage.ahead else None
             if isinstance(found, Staged):
                 found.ahead = False
             return found or self._stage(least, exact, patience)
@@ -70,21 +70,22 @@ class Intake(Switch, Prefetched):
 
     # ---- stage
 
-    def _find_stage(self, least: int | None, exact: int | None) -> Staged | SyncReport | None:
+    def _find_stage(self, least: int | None, exact: int | None, patience: Patience) -> Staged | SyncReport | None:
         """The version that waits in the stage, where this call may take it; of another rank than 0 also the answer that
         rank 0's call has found nothing newer."""
         _, ranks, _ = self._parts
+        staged = self._open_stage
+        if staged is None:
+            return None
+        self._meet(patience)
         if self.rank:
             told = ranks.take_nothing()
             if told is not None:
                 return self._nothing_newer(told, 0.0)
-        staged = self._open_stage
-        if staged is None:
-            return None
-        if self.rank:
             usable = not ranks.superseded(staged.round)
         else:
             usable = exact in (None, staged.version) and staged.version >= (least or 0)
+            usable = usable and (staged.full or self._taint is None)
         layout = self._layout()
         if not usable or (layout.hash if layout is not None else "") != staged.cargo.layout:
             self._discard(staged, "a call needs another version")

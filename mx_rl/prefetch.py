@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 
 from mx_rl.errors import Busy, Closed, IncompleteVersion, MxRLError
@@ -65,26 +66,28 @@ class Prefetch:
             if self._subscriber._idle():
                 self._poked.wait()
                 continue
-            try:
-                self._news = Patience(_NEWS_S)
-                staged = (
-                    not self._stopped.is_set()
-                    and self._subscriber._await_news(self._news)
-                    and self._subscriber._stage_ahead()
-                )
-                text = ""
-            except (Busy, IncompleteVersion) as exc:  # a call has, or wants, the stage; or a rank has not come yet
-                staged, text = False, type(exc).__name__
-            except MxRLError as exc:  # the next sync meets it again, and raises it
-                staged, text = False, f"{type(exc).__name__}: {exc}"
-                if text != said and not self._stopped.is_set() and not self._subscriber._idle():
-                    log.warning("%s: prefetch: %s", self._what, text)
-            except Exception:
-                log.exception("%s: prefetch: a fault of ours must not end it", self._what)
-                staged, text = False, "fault"
-            said = text
-            if staged or not text:
+            begun = time.monotonic()
+            staged, problem = self._try()
+            if problem and problem != said and not self._subscriber._idle():
+                log.warning("%s: prefetch: %s", self._what, problem)
+            said = problem
+            if staged:
                 nap = _NAP_S[0]
-            else:
-                self._poked.wait(nap)
-                nap = min(nap * 2, _NAP_S[1])
+            else:  # a poll that was answered in its time is followed by the next at once
+                self._poked.wait(max(nap - (time.monotonic() - begun), 0.0))
+                nap = min(nap * 2, _NAP_S[1]) if problem else _NAP_S[0]
+
+    def _try(self) -> tuple[bool, str]:
+        """Whether a version was staged, and what went wrong."""
+        self._news = Patience(_NEWS_S)
+        if self._stopped.is_set():
+            return False, ""
+        try:
+            return self._subscriber._await_news(self._news) and self._subscriber._stage_ahead(), ""
+        except (Busy, Closed, IncompleteVersion):  # a call has, or wants, the stage; or a rank has not come yet
+            return False, ""
+        except MxRLError as exc:  # the next sync meets it again, and raises it
+            return False, f"{type(exc).__name__}: {exc}"
+        except Exception as exc:
+            log.exception("%s: prefetch: a fault of ours must not end it", self._what)
+            return False, f"{type(exc).__name__}: {exc}"

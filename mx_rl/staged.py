@@ -25,6 +25,7 @@ class Staged:
         self.over = False
         self.ahead = told.ahead
         """Fetched by the prefetch, and asked for by no call yet."""
+        self.full = told.full
         self._switch = switch
 
     def install(self, *, timeout: float = 60.0) -> SyncReport:

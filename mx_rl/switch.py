@@ -93,6 +93,10 @@ class Switch(Standing):
         self._call_before(previous, staged.version, patience)
         try:
             patience.commit()
+        except BaseException:  # told to stop, and nothing is voted yet
+            self._call_after(previous, previous)
+            raise
+        try:
             decision = self._decide(staged, patience)
         except BaseException as exc:
             self._abandon(staged, exc)

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from mx_rl import Publisher, Subscriber
-from mx_rl.errors import HoldTimeout, NotReady, RegistryLost
+from mx_rl.errors import HoldTimeout, NotReady
 from mx_rl.registry.memory import MemoryRegistry
 from tests.support.local import FAST
-from tests.support.until import until
 
 
 @pytest.fixture
@@ -286,56 +285,3 @@ def test_four_tasks_generate_while_many_versions_arrive_and_no_output_is_mixed(
             assert sub.version == first + 50
 
     asyncio.run(main())
-
-
-def test_a_model_that_takes_longer_than_the_timeout_and_makes_progress_goes_on(weights, target, pub, sub, monkeypatch):
-    from mx_rl.fetch import Fetch
-
-    step = Fetch._step
-
-    def slow(self):
-        threading.Event().wait(0.1)
-        return step(self)
-
-    from mx_rl.transport.memory import MemoryTransport  # noqa: F401 - moves a window a step
-
-    monkeypatch.setattr(Fetch, "_step", slow)
-    version = pub.publish()
-    begun = time.monotonic()
-    assert sub.sync(timeout=0.25).version == version.number
-    assert time.monotonic() - begun > 0.25
-
-
-def test_a_deadline_bounds_the_whole_whatever_moves(weights, target, pub, sub, monkeypatch):
-    from mx_rl.errors import PeerLost
-    from mx_rl.fetch import Fetch
-
-    step = Fetch._step
-
-    def slow(self):
-        threading.Event().wait(0.1)
-        return step(self)
-
-    monkeypatch.setattr(Fetch, "_step", slow)
-    pub.publish()
-    with pytest.raises((PeerLost, NotReady)):
-        sub.sync(timeout=5, deadline=0.15)
-    assert sub.version is None
-
-
-def test_a_registry_that_is_away_costs_a_call_its_timeout_and_little_more(registry, weights, target, pub, sub):
-    call = registry.call
-
-    def away(command, *, timeout):
-        threading.Event().wait(timeout)
-        raise RegistryLost("away")
-
-    registry.call = away
-    try:
-        begun = time.monotonic()
-        with pytest.raises(RegistryLost):
-            sub.sync(timeout=0.3)
-        assert time.monotonic() - begun < 4
-    finally:
-        registry.call = call
-    until(lambda: sub.latest() is None)
