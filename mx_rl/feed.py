@@ -21,7 +21,7 @@ from mx_rl.copies import copy
 from mx_rl.errors import InvalidArgument, NameCollision, TensorUnavailable, layout_mismatch
 from mx_rl.layout import RankLayout, WireDtype, wire_caster
 from mx_rl.seat import WorldSeat
-from mx_rl.tensors import Shard, all_meta, check_travels, strip_wrappers, unavailable
+from mx_rl.tensors import Shard, check_travels, only_declared, strip_wrappers, unavailable
 
 log = logging.getLogger("mx_rl")
 
@@ -211,7 +211,7 @@ class Feed:
         self._seat = seat
         self._cast = wire_caster(wire_dtype)
         self._shares: dict[str, Share] = {}
-        if found is not None and all_meta(found):
+        if found is not None and only_declared(found):
             self.declare(found)
 
     def declare(self, found: Found) -> RankLayout:

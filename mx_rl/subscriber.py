@@ -25,7 +25,7 @@ from mx_rl.staged import Staged
 from mx_rl.staging import Staging
 from mx_rl.streaming import Given, Streams
 from mx_rl.target import Number, check_arguments, number_of
-from mx_rl.tensors import Tensors, all_meta
+from mx_rl.tensors import Tensors, only_declared
 from mx_rl.twins import run
 
 
@@ -73,7 +73,7 @@ class Subscriber(Intake):
         check_arguments(replica, rank, world_size, sources, stage, serve)
         super().__init__(policy, tensors, rank, world_size, options or Options(), before_install, after_install)
         self._installer = Installer()
-        only_streams = tensors is None or all_meta(tensors)
+        only_streams = only_declared(tensors)
         layout = self._layout(streaming=only_streams)
         self.incarnation = unique_name(f"{policy}-r{rank}")
         self.replica = replica or self.incarnation

@@ -126,8 +126,10 @@ def shards(
     return found
 
 
-def all_meta(tensors: Tensors) -> bool:
-    """There are elements, and none of them has memory: these are declarations."""
+def only_declared(tensors: Tensors | None) -> bool:
+    """There is no memory to copy from or to: None, or all elements are on the meta device."""
+    if tensors is None:
+        return True
     boxes = [box for value in shards(tensors).values() for box in (value if isinstance(value, tuple) else (value,))]
     full = [box.tensor for box in boxes if box.tensor.numel()]
     return bool(full) and all(tensor.is_meta for tensor in full)

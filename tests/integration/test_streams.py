@@ -10,9 +10,12 @@ from torch import distributed
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from mx_rl import Publisher, Subscriber
-from mx_rl.errors import InvalidArgument, Tainted
+from mx_rl.errors import ActorFailed, InvalidArgument, Tainted
+from mx_rl.ray import RolloutFleet, TrainerGroup
 from mx_rl.registry.memory import MemoryRegistry
+from tests.integration.workers import Export, LoadByName
 from tests.support.local import FAST
+from tests.support.local_ray import local_ray
 from tests.support.procs import Child
 from tests.support.socket_registry import RegistryServer
 from tests.support.streams import ByName, Exporter, PartByName
@@ -137,3 +140,25 @@ def test_a_dtensor_is_refused_with_what_to_give_instead():
                 assert torch.equal(sub._tensors["w"], whole)
     finally:
         distributed.destroy_process_group()
+
+
+def test_a_group_that_exports_and_a_fleet_that_loads_by_name():
+    with (
+        local_ray(num_cpus=8),
+        TrainerGroup(Export, policy="named", world_size=2) as group,
+        RolloutFleet(LoadByName, policy="named", replicas=2, ranks=1) as fleet,
+    ):
+        for step in (1, 2):
+            group.call("train", float(step))
+            version = group.publish(step=step)
+            report = fleet.sync(at_least=version, timeout=60)
+            assert len(report.installed) == 2, report
+            assert fleet.map("values", [0, 1]) == [([float(step)], step)] * 2
+        assert fleet.sync(timeout=60).version == version.number
+        assert fleet.map("values", [0, 1]) == [([2.0], 2)] * 2, "nothing newer, so nothing was loaded"
+        group.call("train", -1.0)
+        with pytest.raises(ActorFailed, match="nothing to export"):
+            group.publish(step=3)
+        group.call("train", 4.0)
+        assert fleet.sync(at_least=group.publish(step=4), timeout=60).version == version.number + 2
+        assert fleet.map("values", [0, 1]) == [([4.0], 3)] * 2
