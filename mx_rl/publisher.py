@@ -16,12 +16,13 @@ from types import TracebackType
 from typing import Any
 
 from mx_rl.claim import Claimant, name_ranks
-from mx_rl.commits import Commits, aborted
+from mx_rl.commits import Commits
 from mx_rl.config import Options
 from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, seat_key, unique_name
 from mx_rl.errors import IncompleteVersion, InvalidArgument, RegistryLost
 from mx_rl.feed import Feed, Pairs, Stream, drawing, on_loop
 from mx_rl.layout import RankLayout
+from mx_rl.partners import Known, Snapshot
 from mx_rl.records import AwaitFree, AwaitInstalled, Commit, Free, Installs, Seat, Source, encode
 from mx_rl.registry import Registry
 from mx_rl.reports import Receipt, Version
@@ -133,22 +134,31 @@ class Publisher:
             try:
                 self._commits.raise_failure()
                 extra = _metadata_bytes(metadata)
+                known: Known | None = None
+                checked: dict[int, int] = {}
                 if pairs is not None:
                     ring, slot, source, resolved, taken = self._take_in(pairs, deadline)
+                    holds = layout = ring.layout
                 else:
                     tensors = self._resolve()
-                    ring = self._ring_for(RankLayout.of(tensors, wire_dtype=self._wire_dtype))
+                    holds = RankLayout.of(tensors, wire_dtype=self._wire_dtype)
+                    layout, known = self._commits.partners.share_of(holds, epoch.epoch)
+                    ring = self._ring_for(layout)
                     resolved = time.monotonic()
                     slot = self._take_slot(ring, deadline)
                     taken = time.monotonic()
                     source = ring.snapshot(slot, tensors)
+                    checked = self._commits.partners.check(known, self._k, tensors)
                 slot.key = key
             except BaseException as exc:
                 self._commits.submit(self._commit(epoch, error=f"{type(exc).__name__}: {exc}"), epoch.base + self._k)
                 raise
             copied = time.monotonic()
             number = epoch.base + self._k
-            self._commits.submit(self._commit(epoch, step=step, ring=ring, source=source, metadata=extra), number)
+            commit = self._commit(epoch, step=step, ring=ring, holds=holds, source=source, metadata=extra)
+            block = ring.served.arena.blocks[slot.index]
+            shot = Snapshot(holds=holds, layout=layout, block=block, known=known, checked=checked)
+            self._commits.submit(commit, number, shot)
             return Version(
                 number=number,
                 epoch=epoch.epoch,
@@ -175,7 +185,7 @@ class Publisher:
                 outcome = self._commits.settle(key, deadline)
                 if outcome.state == "aborted":
                     self._commits.raise_failure()
-                    raise aborted(outcome)
+                    raise self._commits.aborted(key, outcome)
                 number = outcome.number or number
             left = max(deadline - time.monotonic(), 0)
             done = self._member.ask(
@@ -277,6 +287,7 @@ class Publisher:
         *,
         step: int | None = None,
         ring: Ring | None = None,
+        holds: RankLayout | None = None,
         source: Source | None = None,
         metadata: bytes | None = None,
         error: str | None = None,
@@ -290,6 +301,7 @@ class Publisher:
             incarnation=self.incarnation,
             step=step,
             layout=ring.layout.hash if ring else "",
+            holds=holds.hash if ring and holds and holds.hash != ring.layout.hash else "",
             source=source,
             window_bytes=self.options.window_bytes,
             wire_bytes=ring.layout.nbytes if ring else 0,
@@ -347,7 +359,7 @@ class Publisher:
         return ring, slot, filling.finish(), resolved, taken
 
     def _ring_for(self, layout: RankLayout) -> Ring:
-        """The ring of the present layout. Another layout gets another ring; the old slots live on until their readers
+        """The ring of what is snapshotted. Another layout gets another ring; the old slots live on until their readers
         are done."""
         assert self._ring is not None
         if layout.hash != self._ring.layout.hash:

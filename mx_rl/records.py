@@ -84,6 +84,8 @@ class VersionRecord(_Base, kw_only=True):
     sources: tuple[Source, ...]  # by trainer rank
     wire_bytes: int
     metadata: bytes = b"{}"  # JSON, at most 64 KiB
+    # Every box lies at the ranks of one of these sets: whole while one of each lives. () where each rank is needed.
+    copies: tuple[tuple[int, ...], ...] = ()
     format: int = FORMAT
 
     @property
@@ -148,22 +150,27 @@ class Commit(Command, kw_only=True):
     incarnation: str
     step: int | None = None
     kind: str = "full"
-    layout: str = ""  # hash of this rank's layout
+    layout: str = ""  # hash of this rank's layout: what it has snapshotted
     source: Source | None = None
     window_bytes: int = 0
     wire_bytes: int = 0
     metadata: bytes | None = None  # rank 0 only
     error: str | None = None
+    holds: str = ""  # hash of the layout of all that it holds, where ``layout`` is a share of it; "" where it is all
+    basis: str = ""  # Outcome.basis that it knows its share and partners from; "" where it knows none
+    sums: dict[int, bytes] = {}  # by partner rank: of the boxes that both have snapshotted (``partners.py``)
 
 
 class Declare(Command, kw_only=True):
-    """Rank 0: these rank layouts, by rank, form the world layout under this hash (checked for coverage)."""
+    """Rank 0: these rank layouts, by rank, form the world layout under this hash (checked for coverage); ``copies`` as in
+    VersionRecord."""
 
     epoch: int
     nonce: int
     incarnation: str
     layouts: tuple[str, ...]
     world_layout: str
+    copies: tuple[tuple[int, ...], ...] = ()
 
 
 class Await(Command, kw_only=True):
@@ -314,6 +321,10 @@ class Outcome(Result, kw_only=True):
     leased: tuple[int, ...] = ()  # older versions that are still leased: this set only shrinks
     record: VersionRecord | None = None  # once READY: what a publisher re-asserts to a registry that forgot
     steps: dict[str, int | None] = {}  # by rank: filled only where different (or missing) steps aborted it
+    basis: str = ""  # stands for the layouts of all that the ranks held, once all have committed
+    whole: bool = False  # every rank has snapshotted all that it held: shares can be told from the world layout
+    differ: tuple[int, ...] = ()  # ranks whose copies differ, where that aborted it
+    entries: tuple[int, ...] = ()  # which entries of the sums of the first two differ
 
 
 class Installs(Result, kw_only=True):
