@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from mx_rl.errors import CorruptRecord, IncompleteVersion, StaleVersion, VersionGone
+from mx_rl.errors import CorruptRecord, IncompleteVersion, InvalidArgument, StaleVersion, VersionGone
 from mx_rl.patience import Patience
 from mx_rl.prefetch import Prefetched
 from mx_rl.records import AnyResult, Nothing, Resolve, Round, Target, VersionRecord
@@ -58,6 +58,10 @@ class Intake(Switch, Prefetched):
         return self._persist(attempt, exact, patience)
 
     def _stage_within(self, least: int | None, exact: int | None, patience: Patience) -> Staged | None:
+        staging, _, _ = self._parts
+        if staging.stage.direct:
+            raise InvalidArgument('stage() with stage="none": its bytes go straight into live weights, so call sync()')
+
         def attempt() -> Staged | SyncReport:
             open_stage = self._open_stage
             found = self._find_stage(least, exact, patience) if open_stage is not None and open_stage.ahead else None
@@ -124,7 +128,8 @@ class Intake(Switch, Prefetched):
         except BaseException as exc:
             self._refuse_round(told.round, record.number, exc)
             raise
-        ranks.tell_progress(told.round, len(cargo.plan.window_bounds), whole=True)
+        moved = 0 if staging.stage.direct else len(cargo.plan.window_bounds)
+        ranks.tell_progress(told.round, moved, whole=True)
         cargo.seconds = {"resolve": resolved, **cargo.seconds}
         self._open_stage = Staged(self, told, cargo)
         return self._open_stage

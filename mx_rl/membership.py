@@ -92,5 +92,5 @@ class Membership:
         talks = self._ranks.record
         if talks is not None:
             self._member.put(talks.agent, encode(talks))
-            if self._staging.landing.served is None:
+            if not self._staging.served:
                 self._member.put(seat_key(self._member.incarnation), encode(talks))

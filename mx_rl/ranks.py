@@ -313,7 +313,7 @@ class Ranks:
                 if self.leader.decision is not None:
                     self._send(rank, self.leader.decision)
 
-        self._wait(lambda: self._lost.issuperset(self.leader.missing_installs), patience, again)
+        self._wait(lambda: self._lost.issuperset(self.leader.missing_installs), patience, again, self._windows)
         with self._change:
             finished = self.leader.finish()
             for rank in range(1, self.ranks):
@@ -395,8 +395,13 @@ class Ranks:
 
     def report_install(self, own: Installed, patience: Patience) -> Finished | None:
         self._send(0, own)
-        self._wait(lambda: self.follower.finished is not None or 0 in self._lost, patience, lambda: self._send(0, own))
-        return self.follower.finished
+        follower = self.follower
+
+        def over() -> bool:
+            return follower.finished is not None or 0 in self._lost
+
+        self._wait(over, patience, lambda: self._send(0, own), lambda: follower.windows)
+        return follower.finished
 
 
 def _list(ranks: Sequence[int]) -> str:

@@ -69,7 +69,7 @@ class Leader:
             return self.decision
         if isinstance(message, Installed):
             self.installs.setdefault(message.rank, message)
-            return self.finished
+            return self.finished or self.progress  # a rank without a stage may be moving its part still
         return None
 
     @property

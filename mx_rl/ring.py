@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -26,12 +27,37 @@ class Slot:
     generation: int = 0
 
 
-class Ring:
-    """``count`` slots for one rank layout, served under an agent of their own."""
+class Slots(ABC):
+    """What a publisher publishes from, for one rank layout, served under an agent of its own."""
+
+    layout: RankLayout
+    served: Served
+    slots: list[Slot]
+    tables: tuple[tuple[str, bytes], ...] = ()
+    """Blobs that readers need beside the endpoint record."""
+    _endpoint: Endpoint
+
+    @abstractmethod
+    def fits(self, layout: RankLayout, tensors: Mapping[str, tuple[Shard, ...]]) -> bool:
+        """These tensors can be published from here."""
+
+    @abstractmethod
+    def snapshot(self, slot: Slot, tensors: Mapping[str, tuple[Shard, ...]]) -> Source:
+        """Make the tensors of now the slot's version; on return the whole of it may be read."""
+
+    def source(self, slot: Slot) -> Source:
+        return Source(agent=self.served.name, region=slot.index, generation=slot.generation)
+
+    def close(self) -> None:
+        self._endpoint.unserve(self.served)
+
+
+class Ring(Slots):
+    """``count`` slots of registered memory."""
 
     def __init__(self, endpoint: Endpoint, role: str, layout: RankLayout, count: int) -> None:
         self.layout = layout
-        self.served: Served = endpoint.serve(role, count, layout.nbytes)
+        self.served = endpoint.serve(role, count, layout.nbytes)
         self.slots = [Slot(index) for index in range(count)]
         self.window_bytes = endpoint.options.window_bytes
         self._endpoint = endpoint
@@ -43,6 +69,9 @@ class Ring:
             ]
             for block in self.served.arena.blocks
         ]
+
+    def fits(self, layout: RankLayout, tensors: Mapping[str, tuple[Shard, ...]]) -> bool:
+        return layout.hash == self.layout.hash
 
     def snapshot(self, slot: Slot, tensors: Mapping[str, tuple[Shard, ...]]) -> Source:
         """Copy (and cast, as ``Tensor.to`` does) every box into the slot. The header says "nothing" before the first byte
@@ -67,12 +96,6 @@ class Ring:
         slot.key = None
         slot.generation = self.served.arena.headers[slot.index].begin()
         return Filling(self, slot)
-
-    def source(self, slot: Slot) -> Source:
-        return Source(agent=self.served.name, region=slot.index, generation=slot.generation)
-
-    def close(self) -> None:
-        self._endpoint.unserve(self.served)
 
 
 class Filling:

@@ -126,6 +126,25 @@ class Standing:
                 if outer is None and not ahead:
                     self._poke()  # the stage may be empty now, and what is installed another version
 
+    @contextmanager
+    def _between_calls(self, timeout: float) -> Iterator[None]:
+        """Nothing is staged or installed while the body runs, paused or not. Busy where a call does not end in time."""
+        with self._holds.suspended():
+            if not self._busy.acquire(timeout=timeout):
+                raise Busy(
+                    f"an install of policy {self.policy!r} took longer than {timeout} s to end: wait before you sleep"
+                )
+            try:
+                yield
+            finally:
+                self._busy.release()
+
+    def _withdraw(self, staging: Staging) -> None:
+        """Peers read live weights no more: nobody is to be sent here for them."""
+        if staging.live is not None and self._held and self._record is not None and self._taint is None:
+            self._held = ()
+            self._acknowledge("installed", self._record.number)
+
     def _interrupt(self, reason: BaseException) -> None:
         current = self._current
         if current is not None:

@@ -14,6 +14,7 @@ import torch
 from mx_rl.borrow import Borrowing, Loan
 from mx_rl.errors import Closed, MxRLError, VersionAborted
 from mx_rl.holds import Owner, acting_for, owner
+from mx_rl.install import Work
 from mx_rl.parcels import Parcel, make_parcels
 from mx_rl.patience import Cancelled, Patience
 from mx_rl.plan import Plan
@@ -79,7 +80,7 @@ class Handover:
             self._change.notify_all()
 
 
-class Pour:
+class Pour(Work):
     """An install that writes nothing: each tensor goes to whoever draws. ``spent_s``: how long ``run`` took."""
 
     def __init__(self, pour: Callable[[], None]) -> None:

@@ -12,20 +12,19 @@ from types import TracebackType
 from mx_rl.borrow import Borrowing
 from mx_rl.config import Options
 from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, unique_name
-from mx_rl.errors import Busy, Closed
-from mx_rl.install import Installer
+from mx_rl.errors import Closed, InvalidArgument
 from mx_rl.intake import Intake
 from mx_rl.membership import Membership
 from mx_rl.patience import Cancelled
 from mx_rl.prefetch import Prefetch
 from mx_rl.ranks import Ranks
 from mx_rl.registry import Registry
-from mx_rl.reports import SyncReport
+from mx_rl.reports import MemoryReport, SyncReport
 from mx_rl.staged import Staged
 from mx_rl.staging import Staging
 from mx_rl.streaming import Given, Streams
-from mx_rl.target import Number, check_arguments, number_of
-from mx_rl.tensors import Tensors, only_declared
+from mx_rl.target import Number, check_arguments, check_modes, number_of
+from mx_rl.tensors import Tensors
 from mx_rl.twins import run
 
 
@@ -37,8 +36,12 @@ class Subscriber(Intake):
     the publisher has and no rank of the replica takes are an error. ``allow_missing``: patterns of names that the
     publisher may lack. ``verify`` is for digests, which this release has none of: windows are confirmed whatever it says.
     ``prefetch``: a thread stages each version as soon as it is announced, so that ``sync`` is the install alone; a version
-    that waits is not overtaken by a newer one unless a call asks for it. ``serve``: "stage" lets peers read the version
-    installed last from the stage, "off" does not.
+    that waits is not overtaken by a newer one unless a call asks for it.
+    ``stage``: where a version waits for its install, "device" or "host" memory (the same where there is no GPU), or
+    "none": it is moved straight into the live weights once all ranks have voted, and what fails then leaves the replica
+    tainted until the next ``sync``. ``serve``: what peers read between installs, the "stage" with the version installed
+    last, the "live" weights, or "off". ``swap=True``: installs point the module's tensors at the memory just filled rather
+    than copy; only for modules whose storage may move (docs/memory.md).
     ``before_install(old, new)`` and ``after_install(old, new)`` get version numbers and run with holds shut; after a
     round that was called off ``after_install(old, old)`` is called, so that what was stopped is started again; ``old`` is
     None before the first version.
@@ -65,16 +68,15 @@ class Subscriber(Intake):
         prefetch: bool = False,
         stage: str = "device",
         serve: str = "stage",
+        swap: bool = False,
         before_install: Callable[[int | None, int], None] | None = None,
         after_install: Callable[[int | None, int | None], None] | None = None,
         options: Options | None = None,
     ) -> None:
         check_policy(policy)
-        check_arguments(replica, rank, world_size, sources, stage, serve)
+        check_arguments(replica, rank, world_size, sources)
+        check_modes(stage, serve, swap, prefetch)
         super().__init__(policy, tensors, rank, world_size, options or Options(), before_install, after_install)
-        self._installer = Installer()
-        only_streams = only_declared(tensors)
-        layout = self._layout(streaming=only_streams)
         self.incarnation = unique_name(f"{policy}-r{rank}")
         self.replica = replica or self.incarnation
         self._endpoint = Endpoint.acquire(registry, self.options)
@@ -83,16 +85,17 @@ class Subscriber(Intake):
             self._staging = Staging(
                 self._member,
                 rank,
-                layout,
-                roomy=not only_streams,
+                tensors,
                 sources=sources,
-                serve=serve == "stage",
+                stage=stage,
+                serve=serve,
+                swap=swap,
                 strict=strict,
                 allow_missing=allow_missing,
             )
             self._streams = Streams(
                 Borrowing(self._member, self._staging, rank),
-                only=only_streams,
+                only=self._staging.only_streams,
                 all_names=tensors is None,
                 alone=world_size == 1,
             )
@@ -197,7 +200,11 @@ class Subscriber(Intake):
         The first draw waits and raises as ``sync`` does; ``timeout`` does not count the loop's own time. The hooks run on the
         stream's own thread.
         """
-        check_open(self._closed, f"Subscriber({self.policy!r})")
+        staging, _, _ = self._parts
+        if not staging.streams:
+            raise InvalidArgument(
+                'stream() takes tensors out of a stage: give stage="device" or "host", serve="stage" or "off", and no swap'
+            )
         assert self._streams is not None
         least = number_of(at_least)
         return self._streams.draw(
@@ -265,12 +272,10 @@ class Subscriber(Intake):
         check_open(self._closed, f"Subscriber({self.policy!r})")
         self._paused = True
         self._interrupt(self._paused_error())
-        with self._holds.suspended():
-            if not self._busy.acquire(timeout=timeout):
-                raise Busy(
-                    f"an install of policy {self.policy!r} took longer than {timeout} s to end: wait before you sleep"
-                )
-            self._busy.release()
+        with self._between_calls(timeout):
+            staging, _, _ = self._parts
+            staging.close_reading()
+            self._withdraw(staging)
 
     async def async_pause(self, *, timeout: float = 60.0) -> None:
         """``pause`` on a thread of its own. Cancelled, the subscriber is paused all the same."""
@@ -285,7 +290,14 @@ class Subscriber(Intake):
             self._void = True
             if self._open_stage is not None:
                 self._discard(self._open_stage, "the weights were not kept over a pause")
+        kept = self._paused and weights_kept and self._record is not None and self._taint is None
         self._paused = False
+        if kept and self.world_size == 1:  # the other ranks' memory may have been given up: their next install tells
+            staging, _, _ = self._parts
+            source = staging.reopen()
+            if source is not None and self._record is not None:
+                self._held = (source,)
+                self._acknowledge("installed", self._record.number)
         self._poke()
 
     @property
@@ -307,6 +319,24 @@ class Subscriber(Intake):
     def registered_bytes(self) -> int:
         """Registered host memory of this rank: stages, their headers and page padding."""
         return sum(part.registered_bytes for part in (self._staging, self._streams) if part is not None)
+
+    @property
+    def memory(self) -> MemoryReport:
+        """What this rank's weights and stages take now, and what an install swaps and copies."""
+        return self._staging.memory if self._staging is not None else MemoryReport()
+
+    def release_live(self, *, timeout: float = 60.0) -> None:
+        """Call before the engine frees or moves the storage of the live weights (offload, sleep), paused or not: peers stop
+        reading it and it is de-registered. The next install registers the weights anew, where they lie then. With
+        ``serve="stage"`` there is nothing to release.
+
+        Busy where an install takes longer than ``timeout`` seconds to end; PeerLost where bytes of a move that was given up
+        may still come in.
+        """
+        with self._between_calls(timeout):
+            staging, _, _ = self._parts
+            staging.release_live()
+            self._withdraw(staging)
 
     def close(self) -> None:
         """Leave, and give everything back. Idempotent."""
@@ -332,6 +362,8 @@ class Subscriber(Intake):
             if self._prefetch is not None:
                 steps.callback(self._prefetch.join, self.options.stall_s)
             steps.callback(self._member.leave)  # answers a poll for news, too
+        # The arenas go now, also where the caller keeps this object; a sync in another thread keeps its own to its end.
+        self._staging = self._membership = self._open_stage = None
 
     def __enter__(self) -> Subscriber:
         return self

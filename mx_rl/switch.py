@@ -21,16 +21,15 @@ from mx_rl.errors import (
     VersionAborted,
     VersionGone,
 )
-from mx_rl.install import Installer, Work
+from mx_rl.install import Work, check_stage
 from mx_rl.layout import RankLayout
 from mx_rl.patience import Cancelled, Patience
 from mx_rl.records import Decision, Installed, Stage, VersionRecord, Vote
 from mx_rl.reports import SyncReport
 from mx_rl.staged import Staged
-from mx_rl.staging import Cargo
 from mx_rl.standing import Standing
 from mx_rl.streaming import Pour
-from mx_rl.tensors import Shard, resolve, shards
+from mx_rl.tensors import layout_tensors, resolve
 
 TRANSIENT = (VersionGone, PeerLost, RegistryLost, VersionAborted)
 """What may go well at the next attempt."""
@@ -38,8 +37,6 @@ TRANSIENT = (VersionGone, PeerLost, RegistryLost, VersionAborted)
 
 class Switch(Standing):
     """Installs what is staged."""
-
-    _installer: Installer
 
     def _install(self, staged: Staged, patience: Patience, *, waited: float | None = None) -> SyncReport:
         """``waited``: the version was staged before this call, which waited so long for it."""
@@ -89,7 +86,7 @@ class Switch(Standing):
     def _switch(self, staged: Staged, previous: int | None, patience: Patience) -> None:
         """Holds are shut and drained: prepare, vote, decide, write. After the vote nothing waits but for the others."""
         cargo = staged.cargo
-        work = self._work(cargo, patience)
+        work = self._work(staged, patience)
         self._call_before(previous, staged.version, patience)
         try:
             patience.commit()
@@ -113,29 +110,26 @@ class Switch(Standing):
         loop_s = work.spent_s if isinstance(work, Pour) else 0.0
         self._conclude(staged, fault, patience.extended(self.options.lease_s + loop_s))
 
-    def _work(self, cargo: Cargo, patience: Patience) -> Work | Pour:
+    def _work(self, staged: Staged, patience: Patience) -> Work:
         """Everything that can be refused is refused here."""
-        _, ranks, _ = self._parts
-        streams = self._streams
+        staging, ranks, _ = self._parts
+        cargo, streams = staged.cargo, self._streams
         if streams is None or not streams.giving:
-            return self._installer.prepare(cargo.plan, cargo.landing.block, self._live())
+            return staging.prepare(
+                staged.told, cargo, patience, lambda windows: ranks.tell_progress(staged.round, windows)
+            )
         if not isinstance(cargo, Loan):  # a lender's layout is ours, and it looks itself
-            self._installer.check_aliases(cargo.plan, cargo.landing.block)
+            check_stage(cargo.plan, cargo.landing.block)
         return streams.work(cargo, lambda: ranks.stages, patience)
 
-    def _live(self) -> dict[str, tuple[Shard, ...]]:
-        if self._tensors is None:
-            raise InvalidArgument(f"Subscriber({self.policy!r}, None) has nothing to install into: use stream()")
-        return resolve(self._tensors)
-
-    def _layout(self, *, streaming: bool | None = None) -> RankLayout | None:
+    def _layout(self) -> RankLayout | None:
         """Of the tensors as they are now; None for the publisher's names. A stream needs no memory behind them."""
-        if streaming is None:
-            streaming = self._streams is not None and self._streams.giving
-        if self._tensors is None and streaming:
-            return None
-        found = shards(self._tensors) if streaming and self._tensors is not None else self._live()
-        return RankLayout.of({name: box if isinstance(box, tuple) else (box,) for name, box in found.items()})
+        streaming = self._streams is not None and self._streams.giving
+        if self._tensors is None:
+            if streaming:
+                return None
+            raise InvalidArgument(f"Subscriber({self.policy!r}, None) has nothing to install into: use stream()")
+        return RankLayout.of(layout_tensors(self._tensors) if streaming else resolve(self._tensors))
 
     def _abandon(self, staged: Staged, exc: BaseException) -> None:
         """Interrupted between vote and decision: called off where that is still possible, else this rank is tainted."""
@@ -163,7 +157,7 @@ class Switch(Standing):
             )
         return found
 
-    def _write(self, work: Work | Pour, record: VersionRecord, previous: int | None) -> BaseException | None:
+    def _write(self, work: Work, record: VersionRecord, previous: int | None) -> BaseException | None:
         try:
             work.run()
             self._record = record

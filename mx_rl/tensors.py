@@ -135,6 +135,11 @@ def only_declared(tensors: Tensors | None) -> bool:
     return bool(full) and all(tensor.is_meta for tensor in full)
 
 
+def layout_tensors(tensors: Tensors) -> dict[str, tuple[Shard, ...]]:
+    """What ``shards`` gives, always as tuples: for a layout alone, since memory is not looked at."""
+    return {name: box if isinstance(box, tuple) else (box,) for name, box in shards(tensors).items()}
+
+
 def resolve(tensors: Tensors) -> dict[str, tuple[Shard, ...]]:
     """What ``shards`` gives, ready to be copied: always tuples, in natural name order, detached, memory checked.
 

@@ -44,8 +44,9 @@ class TrainerRank:
         self._stop = threading.Event()
 
     def fill(self, value: float) -> None:
-        for shard in self.tensors.values():
-            shard.tensor.fill_(value)
+        with self.pub.mutating():
+            for shard in self.tensors.values():
+                shard.tensor.fill_(value)
 
     def publish(self, value: float | None = None, step: int | None = None, timeout: float = 30.0) -> int:
         if value is not None:
