@@ -63,6 +63,7 @@ class Commits:
         self._down: dict[int, int] = {}  # ended epoch -> by how much k goes down from it to the next
         self._failure: MxRLError | None = None
         self._closing = False
+        self._learning = threading.Lock()
         threading.Thread(target=self._work, name="mx-rl-commit", daemon=True).start()
 
     def submit(self, commit: Commit, number: int, snapshot: Snapshot | None = None) -> None:
@@ -225,15 +226,17 @@ class Commits:
         return self._learn(key, outcome)
 
     def _learn(self, key: Key, outcome: Outcome) -> Outcome:
-        before = self._outcomes.get(key)
-        self._outcomes[key] = outcome
-        if outcome.state == "ready" and (self.newest is None or key >= self.newest):
-            self.newest = key
-            self.held = outcome.record or self.held
-        self.partners.note(key, outcome)
-        told = before is not None and before.state == "aborted"  # two threads may learn it: it is raised once
-        if outcome.state == "aborted" and (outcome.steps or outcome.differ) and not told:
-            self._failure = self.aborted(key, outcome)
+        """Also where two threads learn the same: what it failed with is kept once, before anybody sees the outcome."""
+        with self._learning:
+            before = self._outcomes.get(key)
+            self.partners.note(key, outcome)
+            told = before is not None and before.state == "aborted"
+            if outcome.state == "aborted" and (outcome.steps or outcome.differ) and not told:
+                self._failure = self.aborted(key, outcome)
+            if outcome.state == "ready" and (self.newest is None or key >= self.newest):
+                self.newest = key  # before the outcome: else its slot would look free for a moment
+                self.held = outcome.record or self.held
+            self._outcomes[key] = outcome
         return outcome
 
     def aborted(self, key: Key, outcome: Outcome) -> MxRLError:

@@ -154,7 +154,7 @@ class AliasConflict(LayoutMismatch):
 
 
 class ReplicaMismatch(LayoutMismatch):
-    """Copies of one box differ between ranks."""
+    """Copies of one box differ between ranks. Fields: ``ranks``, ``version``, ``tensors`` (names, as far as known)."""
 
 
 class StepMismatch(MxRLError, ValueError):

@@ -155,7 +155,7 @@ class Intake(Switch, Prefetched):
     def _stage_ahead(self) -> bool:
         """Stage what was announced, under the lock. User code is not called: tensors are resolved by calls only."""
         _, ranks, _ = self._parts
-        patience = self._patience(_AHEAD_S, stoppable=True)
+        patience = self._ahead = self._patience(_AHEAD_S, stoppable=True)
         patience.preparing = True
         with self._exclusive(patience, ahead=True):
             if self._idle():
@@ -216,11 +216,10 @@ class Intake(Switch, Prefetched):
         running = self._record.identity if self._record is not None else None
         content = self._whole and (mine or 0) >= (at_least or 0) and exactly in (None, mine)
         while True:
-            patience.check()
             wait = 0.0 if content else patience.poll()
             found: AnyResult = self._member.ask(self._resolve(at_least, exactly, wait))
+            patience.check()
             if isinstance(found, Target):
-                patience.check()
                 return self._offer(found, exactly)
             if not isinstance(found, Nothing):
                 raise CorruptRecord(f"the registry answered Resolve with {type(found).__name__}: releases differ")

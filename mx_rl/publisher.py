@@ -46,7 +46,8 @@ class Publisher:
     ``rank``, ``world_size`` and ``world`` are read from torch.distributed or torchrun where there is one; else a single
     rank is a world of its own. ``slots`` versions are kept in registered memory (two or more); with 0 the live tensors are
     published in place, without a copy or a cast, and ``mutating`` goes around every change of them. ``wire_dtype`` is a
-    dtype or ``{pattern: dtype}``. ``start_after=n`` makes the first version of this world larger than n.
+    dtype or ``{pattern: dtype}``. ``start_after=n`` makes the first version of this world larger than n. Of boxes that
+    several ranks hold two keep a copy each, which must be equal (ReplicaMismatch).
 
     Live at once; ``close`` is idempotent. Raises InvalidArgument, TensorUnavailable, LayoutMismatch; SeatTaken where
     another living process has this seat.
@@ -206,8 +207,8 @@ class Publisher:
         """Wait until replicas run ``version`` or a newer one: None for the members at READY, 0 for READY only, n for
         any n.
 
-        Returns, never raises, on expiry. Raises VersionAborted or StepMismatch for a version that was given up, and
-        what its commit on this rank failed with.
+        Returns, never raises, on expiry. Raises VersionAborted, StepMismatch or ReplicaMismatch for a version that was
+        given up, and what its commit on this rank failed with.
         """
         check_open(self._closed, f"Publisher({self.policy!r})")
         deadline = time.monotonic() + timeout

@@ -59,6 +59,7 @@ class Standing:
         self._tensors = tensors
         self._busy = threading.RLock()
         self._current: Patience | None = None  # of the call that has the lock
+        self._ahead: Patience | None = None  # of a prefetch, which waits for other ranks without the lock
         self._holds = Holds()
         self._closed = False
         self._paused = False
@@ -146,9 +147,10 @@ class Standing:
             self._acknowledge("installed", self._record.number)
 
     def _interrupt(self, reason: BaseException) -> None:
-        current = self._current
-        if current is not None:
-            current.stop(reason)
+        """What waits now raises ``reason``, unless it is past its point of no return."""
+        for patience in (self._current, self._ahead):
+            if patience is not None:
+                patience.stop(reason)
 
     def _paused_error(self) -> Paused:
         return Paused(

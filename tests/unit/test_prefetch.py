@@ -2,12 +2,14 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from mx_rl import Publisher, Subscriber
 from mx_rl.errors import IncompleteVersion, Paused, VersionAborted
+from mx_rl.records import Resolve
 from mx_rl.registry.memory import MemoryRegistry
 from tests.support.local import FAST, together
 from tests.support.until import until
@@ -177,6 +179,63 @@ def test_pause_stops_the_prefetch_and_what_is_noted_meanwhile_comes_after_resume
         assert target["w"].eq(1).all()
         sub.resume()
         assert sub.sync(timeout=5).version == second
+
+
+def test_a_pause_in_the_middle_of_a_prefetch_stops_it_and_resume_goes_on_from_there(registry, weights, pub):
+    patient = replace(FAST, stall_s=10.0)
+    target = {"w": torch.zeros(5000)}
+    with Subscriber("p", target, registry=registry, options=patient, prefetch=True) as sub:
+        network, agent = sub._endpoint.transport.network, pub._ring.served.name
+        network.stall(agent)
+        number = publish(pub, weights, 1.0)
+        until(lambda: sub._staging._progress is not None)
+        sub.pause(timeout=5)
+        assert sub._current is None, "nothing is written any more"
+        assert sub.staged is None
+        network.release(agent)
+        with pytest.raises(Paused):
+            sub.sync(timeout=0.5)
+        assert sub.staged is None
+        sub.resume()
+        until(lambda: sub.staged == number)
+        assert sub.sync(timeout=5).version == number
+        assert target["w"].eq(1).all()
+        assert not pub.wait(number, timeout=5).failed, "a pause is no failure of the version"
+
+
+def test_a_sync_that_waits_ends_with_the_pause(registry, pub):
+    with subscriber(registry, {"w": torch.zeros(5000)}) as sub:
+        ends, asked, call = [], threading.Event(), registry.call
+
+        def noted(command, *, timeout):
+            if isinstance(command, Resolve) and command.lease:
+                asked.set()
+            return call(command, timeout=timeout)
+
+        registry.call = noted
+        waiting = threading.Thread(target=lambda: ends.append(together(lambda: sub.sync(at_least=1, timeout=1))[0]))
+        waiting.start()
+        assert asked.wait(10)
+        sub.pause(timeout=20)
+        waiting.join(10)
+        assert isinstance(ends[0], Paused)
+
+
+def test_close_ends_a_prefetch_that_waits_for_the_other_ranks_part(registry, weights, pub):
+    subs = [
+        subscriber(registry, {"w": torch.zeros(5000)}, replica="tp", rank=rank, world_size=2, prefetch=rank == 0)
+        for rank in (0, 1)
+    ]
+    number = publish(pub, weights, 1.0)
+    met = threading.Thread(target=lambda: together(lambda: subs[1].sync(timeout=0.5)))
+    met.start()
+    met.join(10)
+    until(lambda: subs[0].staged == number, timeout=20)
+    begun = time.monotonic()
+    for sub in subs:
+        sub.close()
+    assert time.monotonic() - begun < 3
+    assert not subs[0]._prefetch._thread.is_alive()
 
 
 def test_after_a_pause_that_lost_the_weights_the_same_version_is_installed_in_full(registry, weights, pub):

@@ -622,3 +622,32 @@ def test_a_prefetched_version_is_streamed_without_a_move(registry, ranks):
                 assert "ahead" in sub.last_report.seconds
         for sub in subs:
             sub.close()
+
+
+# ---- memory modes
+
+
+@pytest.mark.parametrize("mode", [{"stage": "none", "serve": "off"}, {"swap": True}, {"serve": "live"}])
+def test_a_mode_without_a_stage_in_plan_order_says_so(registry, mode):
+    with World(registry) as world:
+        world.publish(0)
+        with pytest.raises(InvalidArgument, match="only streams"):
+            subscriber(registry, None, **mode)
+        module = torch.nn.Linear(4, 4)
+        live = module if "swap" in mode else {name: torch.zeros_like(tensor) for name, tensor in model().items()}
+        with subscriber(registry, live, **mode) as sub, pytest.raises(InvalidArgument, match=r"stream\(\) takes"):
+            sub.stream()
+
+
+def test_the_memory_report_of_a_stream_counts_its_stage_and_no_weights(registry):
+    total = sum(tensor.nbytes for tensor in large().values())
+    with Publisher("p", None, registry=registry, options=FAST) as pub, subscriber(registry, None) as sub:
+        number = pub.publish(stream=large().items()).number
+        assert len(list(sub.stream(number, timeout=10))) == len(large())
+        assert pub.wait(number, replicas=1, timeout=10).installed
+        pub.publish(stream=large(1).items())  # the ring that was there before the names were known has gone
+        assert pub.memory.live_bytes == sub.memory.live_bytes == 0
+        assert total <= sub.memory.stage_bytes <= total + 64 * len(large())
+        assert 2 * total <= pub.memory.slots_bytes <= 2 * (total + 64 * len(large()))
+        assert pub.memory.total_bytes == pub.registered_bytes
+        assert sub.memory.total_bytes == sub.registered_bytes
