@@ -74,5 +74,10 @@ def check_aliases(plan: Plan, piece: Callable[[int], torch.Tensor]) -> None:
         raise layout_mismatch("install", "untie them here, or tie them at the publisher", aliases=lines)
 
 
+def check_stage(plan: Plan, stage: torch.Tensor) -> None:
+    """``check_aliases`` of a stage in plan order."""
+    check_aliases(plan, lambda index: _view(stage, plan.pieces[index]))
+
+
 def _view(stage: torch.Tensor, piece: Piece) -> torch.Tensor:
     return stage[piece.offset : piece.offset + piece.nbytes].view(getattr(torch, piece.dtype)).view(piece.shape)

@@ -5,6 +5,7 @@ publish:  resolve tensors -> snapshot (into a ring slot) -> commit (registry) ->
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import threading
@@ -20,15 +21,16 @@ from mx_rl.commits import Commits
 from mx_rl.config import Options
 from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, seat_key, unique_name
 from mx_rl.errors import IncompleteVersion, InvalidArgument, RegistryLost
+from mx_rl.feed import Feed, Pairs, Stream, drawing, on_loop
 from mx_rl.in_place import InPlace, Mutations
 from mx_rl.layout import RankLayout
-from mx_rl.partners import Snapshot
+from mx_rl.partners import Known, Snapshot
 from mx_rl.records import AwaitFree, AwaitInstalled, Commit, Free, Installs, Seat, Source, encode
 from mx_rl.registry import Registry
 from mx_rl.reports import MemoryReport, Receipt, Version
 from mx_rl.ring import Ring, Slot, Slots
 from mx_rl.seat import find_seat
-from mx_rl.tensors import Shard, Tensors, resolve
+from mx_rl.tensors import Shard, Tensors, only_declared, resolve, shards
 from mx_rl.twins import run
 
 log = logging.getLogger("mx_rl")
@@ -38,6 +40,8 @@ MAX_METADATA_BYTES = 64 << 10
 
 class Publisher:
     """Publishes versions of ``policy`` from this rank's ``tensors`` (a mapping, a module, or a callable).
+
+    For ``publish(stream=)`` alone ``tensors`` are meta tensors of the full shapes, or None: then the first stream tells.
 
     ``rank``, ``world_size`` and ``world`` are read from torch.distributed or torchrun where there is one; else a single
     rank is a world of its own. ``slots`` versions are kept in registered memory (two or more); with 0 the live tensors are
@@ -52,7 +56,7 @@ class Publisher:
     def __init__(
         self,
         policy: str,
-        tensors: Tensors,
+        tensors: Tensors | None,
         *,
         registry: Registry | str | None = None,
         rank: int | None = None,
@@ -90,8 +94,14 @@ class Publisher:
         self._retired: list[Slots] = []
         self._ring: Slots | None = None
         self._mutations: Mutations | None = None
-        found = resolve(tensors)
-        layout = RankLayout.of(found, wire_dtype=wire_dtype)
+        given = None if tensors is None else shards(tensors)
+        self._feed = Feed(given, self.seat, wire_dtype)
+        found = resolve(given) if given is not None and self._feed.layout is None else {}
+        # A world that knows no names yet has a ring of nothing: a seat's holder must answer on the data plane.
+        layout = self._feed.layout or RankLayout.of(found, wire_dtype=wire_dtype)
+        self._only_streams = only_declared(given)
+        if slots == 0 and self._only_streams:
+            raise InvalidArgument("slots=0 publishes live tensors in place, and a stream has none: give slots=2")
         self.incarnation = unique_name(f"{policy}-t{self.seat.rank}")
         self._endpoint = Endpoint.acquire(registry, self.options)
         self._member = Member(self._endpoint, policy, self.incarnation, self._reassert)
@@ -114,7 +124,7 @@ class Publisher:
         step: int | None = None,
         metadata: Mapping[str, Any] | None = None,
         *,
-        stream: None = None,
+        stream: Stream | None = None,
         timeout: float = 30.0,
     ) -> Version:
         """Snapshot the tensors as the next version; on return the caller may change them again.
@@ -124,15 +134,18 @@ class Publisher:
         counts even when it raises: that version is aborted for all ranks, and the n-th call of every rank stays one
         version. Never waits for readers beyond ``Options.grace_s`` (``grace_max_s`` for one that lost two running).
 
+        ``stream``: an iterable or async iterable of (name, full tensor) instead of the tensors. Every rank draws it to the
+        end, also after an error of ours, and copies its 1/world_size of each tensor before it draws the next; no reference
+        is kept. Each pass gives the names, shapes and dtypes of the first, in any order: else LayoutMismatch and its kinds,
+        or NameCollision. What the iterable raises is raised as it is. ``timeout`` does not count the iterable's own time.
+
         After ``timeout`` seconds: IncompleteVersion, naming the ranks that have not claimed or not committed. Also
         raises TensorUnavailable, LayoutMismatch, InvalidArgument (metadata over 64 KiB), Fenced, RegistryLost.
         """
         begun = time.monotonic()
         deadline = begun + timeout
-        with self._publishing, self._member.bounded(lambda: deadline):
+        with drawing(stream) as pairs, self._publishing, self._member.bounded(lambda: deadline):
             check_open(self._closed, f"Publisher({self.policy!r})")
-            if stream is not None:
-                raise InvalidArgument("publish(stream=...) is not in this release: give Publisher the tensors")
             epoch = self._count_call(deadline)
             key = (epoch.epoch, self._k)
             try:
@@ -140,19 +153,29 @@ class Publisher:
                 if self._mutations is not None:
                     self._mutations.check()
                 extra = _metadata_bytes(metadata)
-                tensors = resolve(self._tensors)
-                holds = RankLayout.of(tensors, wire_dtype=self._wire_dtype)
-                # Live tensors are published whole: a copy less would save nothing.
-                layout, known = self._commits.partners.share_of(holds, epoch.epoch) if self._slots else (holds, None)
-                ring = self._ring_for(layout, tensors)
-                resolved = time.monotonic()
-                slot = self._take_slot(ring, deadline)
-                taken = time.monotonic()
-                source = ring.snapshot(slot, tensors)
-                slot.key = key
-                if self._mutations is not None:
-                    self._mutations.published(tensors)
-                checked = self._commits.partners.check(known, self._k, tensors)
+                known: Known | None = None
+                checked: dict[int, int] = {}
+                ring: Slots
+                if pairs is not None:
+                    ring, slot, source, resolved, taken = self._take_in(pairs, deadline)
+                    holds = layout = ring.layout
+                    slot.key = key
+                else:
+                    tensors = self._resolve()
+                    holds = RankLayout.of(tensors, wire_dtype=self._wire_dtype)
+                    if self._slots:  # live tensors are published whole: a copy less would save nothing
+                        layout, known = self._commits.partners.share_of(holds, epoch.epoch)
+                    else:
+                        layout = holds
+                    ring = self._ring_for(layout, tensors)
+                    resolved = time.monotonic()
+                    slot = self._take_slot(ring, deadline)
+                    taken = time.monotonic()
+                    source = ring.snapshot(slot, tensors)
+                    slot.key = key
+                    if self._mutations is not None:
+                        self._mutations.published(tensors)
+                    checked = self._commits.partners.check(known, self._k, tensors)
             except BaseException as exc:
                 self._commits.submit(self._commit(epoch, error=f"{type(exc).__name__}: {exc}"), epoch.base + self._k)
                 raise
@@ -211,11 +234,18 @@ class Publisher:
         )
 
     async def async_publish(
-        self, step: int | None = None, metadata: Mapping[str, Any] | None = None, *, timeout: float = 30.0
+        self,
+        step: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        stream: Stream | None = None,
+        timeout: float = 30.0,
     ) -> Version:
-        """``publish`` on a thread of its own. A publish counts on all ranks once it is begun: cancelled, it is finished all
-        the same, within its ``timeout``, and the version is returned as if nothing had been cancelled."""
-        return await run(lambda: self.publish(step, metadata, timeout=timeout), stop=lambda: False)
+        """``publish`` on a thread of its own; an async ``stream`` is driven by the caller's loop. A publish counts on all
+        ranks once it is begun: cancelled, it is finished all the same, within its ``timeout``, and the version is returned
+        as if nothing had been cancelled."""
+        pairs = on_loop(stream, asyncio.get_running_loop()) if stream is not None else None
+        return await run(lambda: self.publish(step, metadata, stream=pairs, timeout=timeout), stop=lambda: False)
 
     async def async_wait(
         self, version: Version | int, *, replicas: int | None = None, timeout: float = 60.0
@@ -244,9 +274,10 @@ class Publisher:
         """What this rank's weights and slots take now; rings of former layouts that are still read count too."""
         rings = [ring for ring in (*self._retired, self._ring) if ring is not None]
         slots = sum(self._slots * ring.layout.nbytes for ring in rings)
+        weights = memory_of(self._tensors) if rings and self._tensors is not None and not self._only_streams else []
         return MemoryReport(
             slots_bytes=slots,
-            live_bytes=sum(nbytes for _, nbytes in memory_of(self._tensors)) if rings else 0,
+            live_bytes=sum(nbytes for _, nbytes in weights),
             headers_bytes=self.registered_bytes - slots,
         )
 
@@ -359,6 +390,36 @@ class Publisher:
             self._member.put(key, table)
         self._member.put(ring.served.name, record)
         self._member.put(seat_key(self.incarnation), record)
+
+    def _resolve(self) -> dict[str, tuple[Shard, ...]]:
+        if self._tensors is None:
+            raise InvalidArgument(f"Publisher({self.policy!r}, None) has no tensors: give publish(stream=...)")
+        return resolve(self._tensors)
+
+    def _take_in(self, pairs: Pairs, deadline: float) -> tuple[Ring, Slot, Source, float, float]:
+        """Resolve and snapshot of a stream. What can wait is done before the first draw, where the layout is known."""
+        if not self._slots:
+            raise InvalidArgument("publish(stream=) with slots=0: there is no memory to copy it into; give slots=2")
+        feed = self._feed
+        if feed.layout is None and self._tensors is not None:
+            feed.declare(shards(self._tensors))
+        begun = time.monotonic()
+        copies = feed.learn(pairs) if feed.layout is None else None
+        assert feed.layout is not None
+        deadline += time.monotonic() - begun  # the iterable's own time does not count
+        with self._member.bounded(lambda: deadline):
+            ring = self._ring_for(feed.layout, {})
+            resolved = time.monotonic()
+            slot = self._take_slot(ring, deadline)
+        taken = time.monotonic()
+        assert isinstance(ring, Ring)
+        filling = ring.begin(slot)
+        if copies is None:
+            feed.fill(pairs, filling.put)
+        else:
+            for name in list(copies):
+                filling.put(name, copies.pop(name))
+        return ring, slot, filling.finish(), resolved, taken
 
     def _ring_for(self, layout: RankLayout, tensors: Mapping[str, tuple[Shard, ...]]) -> Slots:
         """The ring of what is snapshotted. Another layout gets another ring; the old slots live on until their readers

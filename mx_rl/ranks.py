@@ -25,6 +25,7 @@ from mx_rl.records import (
     Round,
     Shut,
     Source,
+    Stage,
     Vote,
     decode,
     encode,
@@ -273,6 +274,12 @@ class Ranks:
     def committed(self) -> bool:
         """The open round was decided: all install."""
         return self.leader.decision is not None and self.leader.decision.commit
+
+    @property
+    def stages(self) -> tuple[Stage | None, ...]:
+        """By rank: where each has staged its part of the round that was decided last."""
+        found = self.leader.decision if self.rank == 0 else self.follower.decision
+        return found.stages if found is not None else ()
 
     def stage_sources(self) -> tuple[Source, ...]:
         """Where all ranks hold the version of this round, or () where one does not serve it."""

@@ -457,15 +457,24 @@ class Shut(RankMessage, kw_only=True):
     """All ranks are ready: each shuts its holds and votes."""
 
 
+class Stage(_Base, kw_only=True):
+    """Where a rank has staged its part, in the order that ``layout``, the hash of its layout, fixes."""
+
+    layout: str
+    source: Source
+
+
 class Vote(RankMessage, kw_only=True):
     rank: int
     agree: bool
     reason: str = ""
+    stage: Stage | None = None  # where this rank serves it
 
 
 class Decision(RankMessage, kw_only=True):
     commit: bool
     reason: str = ""
+    stages: tuple[Stage | None, ...] = ()  # by rank, as voted: what ranks on one host may borrow
 
 
 class Installed(RankMessage, kw_only=True):

@@ -90,3 +90,40 @@ class Ring(Slots):
         copy_all(batch)
         header.confirm(num_windows(self.layout.nbytes, self.window_bytes))
         return self.source(slot)
+
+    def begin(self, slot: Slot) -> Filling:
+        """As ``snapshot``, box by box as they come."""
+        slot.key = None
+        slot.generation = self.served.arena.headers[slot.index].begin()
+        return Filling(self, slot)
+
+
+class Filling:
+    """A version on its way into a slot, in any order of boxes; the header counts the windows that are whole."""
+
+    def __init__(self, ring: Ring, slot: Slot) -> None:
+        self._ring = ring
+        self._slot = slot
+        self._header = ring.served.arena.headers[slot.index]
+        self._views = ring._views[slot.index]
+        self._index = {(box.name, box.box): index for index, box in enumerate(ring._boxes)}
+        self._ends = [box.offset for box in ring._boxes[1:]] + [ring.layout.nbytes]
+        self._done = [False] * len(self._views)
+        self._prefix = 0  # boxes that are there without a gap
+
+    def put(self, name: str, tensor: torch.Tensor, box: int = 0) -> None:
+        """Copy (and cast, as ``Tensor.to`` does) one box; ``tensor`` may be changed or freed when this returns."""
+        index = self._index[name, box]
+        copy_all([(self._views[index], tensor)])
+        self._done[index] = True
+        begun = self._prefix
+        while self._prefix < len(self._done) and self._done[self._prefix]:
+            self._prefix += 1
+        if begun < self._prefix < len(self._done):
+            self._header.confirm(self._ends[self._prefix - 1] // self._ring.window_bytes)
+
+    def finish(self) -> Source:
+        """Every box was put: the slot is whole."""
+        assert all(self._done), "finish() before every box was put"
+        self._header.confirm(num_windows(self._ring.layout.nbytes, self._ring.window_bytes))
+        return self._ring.source(self._slot)

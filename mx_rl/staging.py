@@ -13,19 +13,20 @@ from dataclasses import dataclass, field
 from mx_rl.addresses import encode_table, memory_of, packing_rows
 from mx_rl.direct import DirectStage
 from mx_rl.endpoint import Member, Served, seat_key
-from mx_rl.errors import MxRLError, RegistryLost, VersionGone
+from mx_rl.errors import InvalidArgument, MxRLError, RegistryLost, VersionGone
 from mx_rl.fetch import Fetch, Haul, Progress, suppliers
 from mx_rl.install import Work
 from mx_rl.landing import Landing
 from mx_rl.layout import RankLayout, WorldLayout
 from mx_rl.live import Live
+from mx_rl.parcels import everything
 from mx_rl.patience import Patience
 from mx_rl.plan import Plan, make_plan
 from mx_rl.records import Dead, ReplicaSeats, Round, Source, VersionRecord, encode, table_key
 from mx_rl.reports import MemoryReport
 from mx_rl.stage import PlanStage, Stage
 from mx_rl.swap import SwapStage
-from mx_rl.tensors import Tensors, resolve
+from mx_rl.tensors import Shard, Tensors, layout_tensors, only_declared, patterns, resolve
 
 log = logging.getLogger("mx_rl")
 
@@ -76,13 +77,17 @@ class _Install(Work):
 
 class Staging:
     """One a subscriber: where versions wait (``stage``, ``swap``) and what peers read (``serve``). ``lost`` and ``read_s``
-    (versions lost in a row, seconds of a whole read) go with a resolve."""
+    (versions lost in a row, seconds of a whole read) go with a resolve.
+
+    ``layout`` None: every tensor of the publisher, whole. ``only_streams``: there is no memory to install into, and the stage
+    is allocated with the first version.
+    """
 
     def __init__(
         self,
         member: Member,
         rank: int,
-        tensors: Tensors,
+        tensors: Tensors | None,
         *,
         sources: Sequence[str],
         stage: str,
@@ -91,8 +96,16 @@ class Staging:
         strict: bool,
         allow_missing: Sequence[str],
     ) -> None:
-        targets = resolve(tensors)
-        self.layout = RankLayout.of(targets)
+        self.only_streams = only_declared(tensors)
+        if self.only_streams and (stage == "none" or swap or serve == "live"):
+            raise InvalidArgument(
+                f"stage={stage!r}, serve={serve!r}, swap={swap} without tensors that have memory: what only streams takes "
+                'stage="device", serve="stage" or "off", swap=False'
+            )
+        targets = resolve(tensors) if tensors is not None and not self.only_streams else {}
+        self.layout: RankLayout | None = RankLayout.of(targets)
+        if self.only_streams:
+            self.layout = None if tensors is None else RankLayout.of(layout_tensors(tensors))
         self.lost = 0
         self.read_s = 0.0
         self.dead: list[str] = []
@@ -102,22 +115,33 @@ class Staging:
         self._tensors = tensors
         self._serve = serve
         self._strict = strict
-        self._allow_missing = tuple(allow_missing)
+        self._allow_missing = patterns("allow_missing", allow_missing)  # one string is one pattern
         self._progress: Progress | None = None
         self._plans: dict[tuple[str, ...], Plan] = {}
         self._world: tuple[str, bytes] | None = None  # the world layout that was planned from last
         self._tables: dict[str, bytes] = {}  # run tables of our stages, as told
         if stage == "none" or serve == "live":
-            packing_rows(self.layout, targets)  # refuses memory in too many pieces now, not at the first install
+            packing_rows(
+                RankLayout.of(targets), targets
+            )  # refuses memory in too many pieces now, not at the first install
         del targets  # or nothing could be swapped
         self.stage = self._open_stage(stage, swap)
         self.live: Live | None = None
         if serve == "live":
             try:
-                self.live = Live(member, f"{member.policy}-r{rank}", resolve(tensors))
+                self.live = Live(member, f"{member.policy}-r{rank}", self._resolve())
             except BaseException:
                 self.stage.close()
                 raise
+
+    def _resolve(self) -> dict[str, tuple[Shard, ...]]:
+        assert self._tensors is not None
+        return resolve(self._tensors)
+
+    @property
+    def streams(self) -> bool:
+        """What is staged lies in plan order, and nobody is told that live tensors hold it."""
+        return isinstance(self.stage, PlanStage) and self.live is None
 
     @property
     def landing(self) -> Landing:
@@ -135,11 +159,17 @@ class Staging:
         return landings + (self.live.total_bytes if self.live is not None else 0)
 
     @property
+    def layout_name(self) -> str:
+        """The layout's hash, "" for the publisher's names."""
+        return self.layout.hash if self.layout is not None else ""
+
+    @property
     def memory(self) -> MemoryReport:
         landings, kept = self.stage.landings, self.stage.quarantine
         room = sum(landing.nbytes for landing in landings)
         swaps = isinstance(self.stage, SwapStage)
-        own = [(at, n) for at, n in memory_of(self._tensors) if not any(landing.owns(at) for landing in landings)]
+        memory = memory_of(self._tensors) if self._tensors is not None and not self.only_streams else []
+        own = [(at, n) for at, n in memory if not any(landing.owns(at) for landing in landings)]
         swapped = self.stage.swapped_bytes
         return MemoryReport(
             stage_bytes=0 if swaps else room,
@@ -148,14 +178,19 @@ class Staging:
             headers_bytes=self.registered_bytes - room - sum(landing.total_bytes for landing in kept),
             quarantine_bytes=sum(landing.total_bytes for landing in kept),
             swapped_bytes=swapped,
-            copied_bytes=0 if self.stage.direct else int(self.layout.boxes.nbytes.sum()) - swapped,
+            copied_bytes=0 if self.stage.direct or self.only_streams else self._installed_bytes - swapped,
         )
 
+    @property
+    def _installed_bytes(self) -> int:
+        return int(self.layout.boxes.nbytes.sum()) if self.layout is not None else 0
+
     def announce(self, *, replaces: Sequence[str] = ()) -> None:
-        self._member.put(self.layout.hash, self.layout.encode(), replaces=replaces)
+        if self.layout is not None:
+            self._member.put(self.layout.hash, self.layout.encode(), replaces=replaces)
         for served in self.served:
             record = encode(served.record)
-            self._member.put(served.name, record)
+            self._member.put(served.name, record, replaces=replaces if self.layout is None else ())
             self._member.put(seat_key(self._member.incarnation), record)
         for key, table in self._tables.items():
             self._member.put(key, table)
@@ -175,11 +210,11 @@ class Staging:
         """
         assert told.record is not None
         begun = time.monotonic()
-        plan = self._plan(told.record, seats)
-        cargo = Cargo(told.record, plan, self.landing, Haul(), self.layout.hash, live=self.live)
+        plan = self.plan(told.record, seats)
+        cargo = Cargo(told.record, plan, self.landing, Haul(), self.layout_name, live=self.live)
         cargo.seconds["plan"] = time.monotonic() - begun
         if self.live is not None and not told.ahead:  # ahead of a call, user code that gives tensors is not called
-            self.live.follow(plan, resolve(self._tensors))
+            self.live.follow(plan, self._resolve())
         if not self.stage.direct:
             planned = time.monotonic()
             self._move(told, cargo, patience, moved)
@@ -192,7 +227,7 @@ class Staging:
         plan, live = cargo.plan, self.live
         work = self.stage.prepare(plan, cargo.landing)
         if live is not None:
-            live.follow(plan, resolve(self._tensors))
+            live.follow(plan, self._resolve())
 
         def move() -> None:
             # The vote is given: what is left of the call's time must not end a move whose source is well.
@@ -202,7 +237,7 @@ class Staging:
             work,
             live,
             move if self.stage.direct else None,
-            (lambda: live.open(plan, resolve(self._tensors))) if live is not None else lambda: None,
+            (lambda: live.open(plan, self._resolve())) if live is not None else lambda: None,
         )
 
     def close_reading(self) -> None:
@@ -212,7 +247,7 @@ class Staging:
 
     def reopen(self) -> Source | None:
         """Nothing has touched the live weights since ``close_reading``: where peers may read them again."""
-        return self.live.reopen(resolve(self._tensors)) if self.live is not None else None
+        return self.live.reopen(self._resolve()) if self.live is not None else None
 
     def release_live(self) -> None:
         """The live tensors are about to move or to go: nobody reads or fills them until the next install."""
@@ -233,19 +268,21 @@ class Staging:
 
     # ---- plan
 
-    def _plan(self, record: VersionRecord, seats: ReplicaSeats | None) -> Plan:
-        replica = seats.layouts if seats is not None else (self.layout.hash,)
-        key = (record.layout, self.layout.hash, str(record.window_bytes), *replica)
+    def plan(self, record: VersionRecord, seats: ReplicaSeats | None) -> Plan:
+        replica = seats.layouts if seats is not None else (self.layout_name,)
+        key = (record.layout, self.layout_name, str(record.window_bytes), *replica)
         plan = self._plans.get(key)
         if plan is None:
             world = self._blobs([record.layout], "world layout")[0]
             self._world = (record.layout, world)
+            decoded = WorldLayout.decode(world)
+            told = [name for name in replica if name]
             plan = make_plan(
-                WorldLayout.decode(world),
-                self.layout,
+                decoded,
+                self.layout if self.layout is not None else everything(decoded),
                 window_bytes=record.window_bytes,
-                replica=[RankLayout.decode(data) for data in self._blobs(replica, "layout of the replica")],
-                strict=self._strict,
+                replica=[RankLayout.decode(data) for data in self._blobs(told, "layout of the replica")],
+                strict=self._strict and all(replica),  # a rank without a layout of its own takes every name
                 allow_missing=self._allow_missing,
             )
             self._plans = {key: plan}
@@ -265,7 +302,7 @@ class Staging:
         landing = self._landing_for(plan)
         if self.stage.direct:
             self._progress = None  # whatever came before, the engine may have changed it since
-        order = f"{record.layout}/{self.layout.hash}/{record.window_bytes}"
+        order = f"{record.layout}/{plan.target_hash}/{record.window_bytes}"
         progress = self._progress
         known = (progress.identity, progress.order, progress.landing) if progress is not None else None
         if progress is None or known != (record.identity, order, landing):
@@ -323,15 +360,16 @@ class Staging:
     # ---- landings
 
     def _open_stage(self, stage: str, swap: bool) -> Stage:
+        tensors: Tensors = self._tensors if self._tensors is not None else {}
         role = f"{self._member.policy}-r{self._rank}"
         endpoint, serve = self._member.endpoint, self._serve == "stage"
         if stage == "none":
-            return DirectStage(lambda x: Landing(endpoint, role, 0, serve=False, extents=x), self._tensors)
+            return DirectStage(lambda x: Landing(endpoint, role, 0, serve=False, extents=x), tensors)
         if swap:
-            return SwapStage(
-                lambda n: Landing(endpoint, role, n, serve=serve, scattered=True), self.layout, self._tensors
-            )
-        return PlanStage(lambda n: Landing(endpoint, role, n, serve=serve), self.layout.nbytes, self._tensors)
+            assert self.layout is not None
+            return SwapStage(lambda n: Landing(endpoint, role, n, serve=serve, scattered=True), self.layout, tensors)
+        packed = self.layout.nbytes if self.layout is not None and not self.only_streams else 0
+        return PlanStage(lambda n: Landing(endpoint, role, n, serve=serve), packed, tensors)
 
     def _landing_for(self, plan: Plan) -> Landing:
         before = self.stage.served

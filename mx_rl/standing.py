@@ -20,6 +20,7 @@ from mx_rl.records import Ack, Source, VersionRecord
 from mx_rl.reports import SyncReport
 from mx_rl.staged import Staged
 from mx_rl.staging import Cargo, Staging
+from mx_rl.streaming import Streams
 from mx_rl.tensors import Tensors
 
 log = logging.getLogger("mx_rl")
@@ -35,7 +36,7 @@ class Standing:
     def __init__(
         self,
         policy: str,
-        tensors: Tensors,
+        tensors: Tensors | None,
         rank: int,
         world_size: int,
         options: Options,
@@ -67,6 +68,7 @@ class Standing:
         self._staging: Staging | None = None
         self._ranks: Ranks | None = None
         self._membership: Membership | None = None
+        self._streams: Streams | None = None
 
     @property
     def version(self) -> int | None:
@@ -98,6 +100,8 @@ class Standing:
     def _exclusive(self, patience: Patience, *, ahead: bool = False) -> Iterator[None]:
         """One sync, stage, install or prefetch at a time; the caller's own hold is suspended. A prefetch that moves bytes is
         waited for as long as it makes progress, one that does not yet gives way. Busy at the end."""
+        if self._streams is not None:
+            self._streams.leave_own()
         with self._holds.suspended():
             while not self._busy.acquire(timeout=min(patience.left, _SLICE_S)):
                 patience.check()

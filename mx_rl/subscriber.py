@@ -5,13 +5,14 @@ sync:  resolve (which version, from whom) -> plan (cached) -> move (transport) -
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from types import TracebackType
 
+from mx_rl.borrow import Borrowing
 from mx_rl.config import Options
 from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, unique_name
-from mx_rl.errors import Closed
+from mx_rl.errors import Closed, InvalidArgument
 from mx_rl.intake import Intake
 from mx_rl.membership import Membership
 from mx_rl.patience import Cancelled
@@ -21,6 +22,7 @@ from mx_rl.registry import Registry
 from mx_rl.reports import MemoryReport, SyncReport
 from mx_rl.staged import Staged
 from mx_rl.staging import Staging
+from mx_rl.streaming import Given, Streams
 from mx_rl.target import Number, check_arguments, check_modes, number_of
 from mx_rl.tensors import Tensors
 from mx_rl.twins import run
@@ -44,6 +46,8 @@ class Subscriber(Intake):
     round that was called off ``after_install(old, old)`` is called, so that what was stopped is started again; ``old`` is
     None before the first version.
 
+    For ``stream`` alone ``tensors`` may be on the meta device, or None: every tensor of the publisher, whole.
+
     The destination's dtype must be the wire's. Raises InvalidArgument, TensorUnavailable; SeatTaken where another
     living process has this (replica, rank).
     """
@@ -51,7 +55,7 @@ class Subscriber(Intake):
     def __init__(
         self,
         policy: str,
-        tensors: Tensors,
+        tensors: Tensors | None,
         *,
         registry: Registry | str | None = None,
         replica: str | None = None,
@@ -88,6 +92,12 @@ class Subscriber(Intake):
                 swap=swap,
                 strict=strict,
                 allow_missing=allow_missing,
+            )
+            self._streams = Streams(
+                Borrowing(self._member, self._staging, rank),
+                only=self._staging.only_streams,
+                all_names=tensors is None,
+                alone=world_size == 1,
             )
             self._ranks = Ranks(self._endpoint, policy, self.replica, rank, world_size)
             self._membership = Membership(
@@ -175,6 +185,54 @@ class Subscriber(Intake):
         patience = self._patience(timeout, stall_timeout, deadline, stoppable=True)
         return await run(lambda: self._stage_within(least, exact, patience), stop=lambda: patience.stop(Cancelled()))
 
+    def stream(
+        self, at_least: Number = None, *, timeout: float = 60.0, copy: bool = False
+    ) -> Generator[tuple[str, Given], None, None]:
+        """Yield (name, tensor) of the newest READY version, for engines that load by name; ``last_report`` tells of it.
+
+        Names are this subscriber's, in natural order, or all of the publisher's where it was made with None; a name with
+        several boxes gives a tuple. Nothing is yielded before the version is whole and all ranks of the replica agreed to
+        install it, and nothing at all where nothing newer is there. A tensor is valid until the next is drawn, and is not to
+        be written to; ``copy=True`` gives tensors of the caller's own. Holds are shut while the loop runs. The version counts
+        as installed when the loop has ended on every rank; one that is left early leaves the replica tainted, and the next
+        ``stream`` or ``sync`` gives everything again.
+
+        The first draw waits and raises as ``sync`` does; ``timeout`` does not count the loop's own time. The hooks run on the
+        stream's own thread.
+        """
+        staging, _, _ = self._parts
+        if not staging.streams:
+            raise InvalidArgument(
+                'stream() takes tensors out of a stage: give stage="device" or "host", serve="stage" or "off", and no swap'
+            )
+        assert self._streams is not None
+        least = number_of(at_least)
+        return self._streams.draw(
+            lambda: self._patience(timeout, stoppable=True),
+            self._exclusive,
+            lambda patience: self._sync(least, None, patience),
+            copy=copy,
+        )
+
+    async def async_stream(
+        self, at_least: Number = None, *, timeout: float = 60.0, copy: bool = False
+    ) -> AsyncIterator[tuple[str, Given]]:
+        """``stream`` for a task: other tasks run on while it waits. Cancelled, it is a loop that was left."""
+        assert self._streams is not None
+        items = self.stream(at_least, timeout=timeout, copy=copy)
+        leave = self._streams.leave
+        try:
+            while (item := await run(lambda: next(items, None), stop=leave)) is not None:
+                yield item
+                del item
+        finally:
+            items.close()
+
+    @property
+    def last_report(self) -> SyncReport | None:
+        """What the last ``stream`` whose loop ended did."""
+        return self._streams.last_report if self._streams is not None else None
+
     @contextmanager
     def hold(self, *, timeout: float = 60.0) -> Iterator[int | None]:
         """No install while the body runs; gives the version that it computes with. HoldTimeout where an install takes
@@ -260,7 +318,7 @@ class Subscriber(Intake):
     @property
     def registered_bytes(self) -> int:
         """Registered host memory of this rank: stages, their headers and page padding."""
-        return self._staging.registered_bytes if self._staging is not None else 0
+        return sum(part.registered_bytes for part in (self._staging, self._streams) if part is not None)
 
     @property
     def memory(self) -> MemoryReport:
@@ -286,6 +344,8 @@ class Subscriber(Intake):
             return
         self._closed = True
         self._interrupt(Closed(f"Subscriber({self.policy!r}) was closed"))
+        if self._streams is not None:
+            self._streams.leave()
         if self._prefetch is not None:
             self._prefetch.stop()
         idle = self._busy.acquire(timeout=self.options.stall_s)  # a sync in another thread sees that it is over
@@ -295,6 +355,8 @@ class Subscriber(Intake):
             steps.callback(self._endpoint.release)
             if self._staging is not None:
                 steps.callback(self._staging.close)
+            if self._streams is not None:
+                steps.callback(self._streams.close)
             if self._ranks is not None:
                 steps.callback(self._ranks.close)
             if self._prefetch is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import socket
 import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,9 +160,14 @@ class TrainerHost(Host):
 
     attribute = "publisher"
 
+    by_name = False
+    """``build`` gave no memory to publish from: a publish takes what the user's ``export`` gives."""
+
     def open(self, seat: Seat, tensors: Any, options: Mapping[str, Any]) -> Any:
         from mx_rl.publisher import Publisher
+        from mx_rl.tensors import only_declared
 
+        self.by_name = only_declared(tensors)
         return Publisher(
             seat.policy,
             tensors,
@@ -173,7 +179,16 @@ class TrainerHost(Host):
 
     def publish(self, step: int | None, metadata: Any, timeout: float) -> Any:
         with portable():
-            return self.endpoint.publish(step=step, metadata=metadata, timeout=timeout)
+            return self.endpoint.publish(step=step, metadata=metadata, stream=self.exported(), timeout=timeout)
+
+    def exported(self) -> Any:
+        export = getattr(self.worker, "export", None)
+        if not self.by_name or export is None:
+            return None
+        try:
+            return export()
+        except Exception as exc:  # noqa: BLE001 - raised by the publish, which counts on every rank
+            return _raising(exc)
 
     @ray.method(concurrency_group="wait")
     def wait(self, version: Any, replicas: int | None, timeout: float) -> Any:
@@ -192,6 +207,9 @@ class RolloutHost(Host):
 
     attribute = "subscriber"
 
+    by_name = False
+    """``build`` gave no memory to install into: a sync goes through the user's ``load_weights``."""
+
     def __init__(self) -> None:
         super().__init__()
         self._holds: bool | None = None
@@ -201,7 +219,9 @@ class RolloutHost(Host):
 
     def open(self, seat: Seat, tensors: Any, options: Mapping[str, Any]) -> Any:
         from mx_rl.subscriber import Subscriber
+        from mx_rl.tensors import only_declared
 
+        self.by_name = only_declared(tensors)
         named = _for_endpoint(self, options)
         self._holds = named.pop("holds", None)
         return Subscriber(
@@ -229,13 +249,25 @@ class RolloutHost(Host):
     @ray.method(concurrency_group="sync")
     def sync(self, at_least: int | None, timeout: float) -> Any:
         with portable():
+            return self.take(at_least, timeout)
+
+    def take(self, at_least: int | None, timeout: float) -> Any:
+        load = getattr(self.worker, "load_weights", None)
+        if not self.by_name or load is None:
             return self.endpoint.sync(at_least=at_least, timeout=timeout)
+        with closing(self.endpoint.stream(at_least, timeout=timeout)) as items:
+            first = next(items, None)
+            if first is not None:  # else nothing newer was there
+                self._loop.run(load, itertools.chain([first], items))
+                for _ in items:  # an engine may know that it has all it needs
+                    pass
+        return self.endpoint.last_report
 
     def sync_in_turn(self, at_least: int | None, timeout: float) -> Any:
         """In the order of user calls. Ranks that call collectives need one order of calls and installs on all of them:
         else one rank waits inside a call for another, which waits for the first one's hold."""
         with portable():
-            return self.endpoint.sync(at_least=at_least, timeout=timeout)
+            return self.take(at_least, timeout)
 
     @ray.method(concurrency_group="control")
     def pulse(self) -> tuple[int | None, bool]:
@@ -304,3 +336,8 @@ def remote_host(kind: type[Host]) -> Any:
     """``kind`` as a Ray actor class, never restarted in place: what comes back under an old handle has forgotten."""
     remote: Any = ray.remote  # its stubs lack concurrency_groups
     return remote(max_restarts=0, max_task_retries=0, concurrency_groups=dict(GROUPS))(kind)
+
+
+def _raising(exc: Exception) -> Iterator[Any]:
+    raise exc
+    yield

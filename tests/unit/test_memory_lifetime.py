@@ -9,7 +9,7 @@ import torch
 from mx_rl import Publisher, Subscriber
 from mx_rl.arena import Arena
 from mx_rl.registry.memory import MemoryRegistry
-from tests.support.local import STEADY
+from tests.support.local import STEADY, together
 
 
 @pytest.fixture
@@ -61,3 +61,20 @@ def test_publishers_and_subscribers_that_are_dropped_leave_no_circle(arenas):
         assert pub() is None
         assert sub() is None
     assert all(arena() is None for arena in arenas)
+
+
+def test_arenas_of_streams_go_with_close_too(arenas):
+    registry = MemoryRegistry()
+    pub = Publisher("p", None, registry=registry, options=STEADY)
+    subs = [
+        Subscriber("p", None, registry=registry, options=STEADY, replica="tp", rank=rank, world_size=2)
+        for rank in range(2)
+    ]
+    for _ in range(2):
+        number = pub.publish(stream=[("a", torch.ones(5000)), ("b", torch.ones(300))]).number
+        assert together(*(lambda sub=sub, n=number: len(list(sub.stream(n, timeout=10))) for sub in subs)) == [2, 2]
+    for thing in (*subs, pub):
+        thing.close()
+    left = [arena().nbytes for arena in arenas if arena() is not None]
+    assert all(nbytes <= 64 for nbytes in left), left  # those of the ranks' messages go with the subscriber
+    assert all(sub.registered_bytes == 0 and sub.last_report is not None for sub in subs)
