@@ -186,7 +186,7 @@ class TrainerHost(Host):
         if not self.by_name or export is None:
             return None
         try:
-            return export()
+            return self._loop.run(export)
         except Exception as exc:  # noqa: BLE001 - raised by the publish, which counts on every rank
             return _raising(exc)
 

@@ -52,3 +52,10 @@ def test_a_subscriber_takes_what_the_formula_of_its_mode_says(mode):
         own += ARENA_OF_NOTHING
     assert found["subscriber"]["total_bytes"] == own
     assert close(found, own + found["publisher"]["total_bytes"]), found
+
+
+def test_a_trainer_and_a_rollout_of_one_process_need_no_more_than_their_models():
+    found = measure({"slots": 0, "stage": "none", "serve": "off"})
+    formula = 2 * (sum(SIZES) + ARENA_OF_NOTHING)
+    assert found["publisher"]["total_bytes"] + found["subscriber"]["total_bytes"] == formula
+    assert close(found, formula), found

@@ -53,6 +53,12 @@ class TrainerRank:
             self.fill(value)
         return self.pub.publish(step=step, timeout=timeout).number
 
+    def mutate_and_publish(self, value: float) -> int:
+        """As users of ``slots=0`` do."""
+        with self.pub.mutating():
+            self.fill(value)
+        return self.publish()
+
     def wait(self, number: int, replicas: int | None = 0, timeout: float = 30.0) -> Any:
         return self.pub.wait(number, replicas=replicas, timeout=timeout)
 

@@ -40,7 +40,8 @@ def cycle(rows: int, mode: dict[str, Any]) -> dict[str, Any]:
     """Two versions; what is held, and what the reports say."""
     registry = MemoryRegistry()
     source = model(rows)
-    with Publisher("p", source, registry=registry, options=OPTIONS) as pub:
+    mode = dict(mode)
+    with Publisher("p", source, registry=registry, slots=mode.pop("slots", 2), options=OPTIONS) as pub:
         if "publisher" in mode:
             for _ in range(2):
                 assert pub.wait(pub.publish(), replicas=0).ready
