@@ -86,11 +86,11 @@ class Switch(Standing):
     def _switch(self, staged: Staged, previous: int | None, patience: Patience) -> None:
         """Holds are shut and drained: prepare, vote, decide, write. After the vote nothing waits but for the others."""
         cargo = staged.cargo
-        work = self._work(staged, patience)
         self._call_before(previous, staged.version, patience)
         try:
+            work = self._work(staged, patience)  # of the tensors as the hook left them: an engine may have moved them
             patience.commit()
-        except BaseException:  # told to stop, and nothing is voted yet
+        except BaseException:  # refused or told to stop, and nothing is voted yet
             self._call_after(previous, previous)
             raise
         try:
