@@ -43,6 +43,7 @@ class Intake(Switch, Prefetched):
                     if patience.over or (exactly is not None and isinstance(exc, VersionGone)):
                         raise
                     log.warning("policy %s replica %s: trying again: %s", self.policy, self.replica, exc)
+                    patience.reopen()
                     patience.nap(nap)
                     nap = min(nap * 2, 1.0)
 

@@ -77,16 +77,17 @@ class Patience:
     # ---- stopping
 
     def stop(self, reason: BaseException) -> bool:
-        """Let the call raise ``reason`` at its next check. False: it is past its point of no return and will finish."""
+        """Let the call raise ``reason`` at its next check. False: it is past its point of no return and will finish what it
+        is about; should it have to begin anew, it raises ``reason`` then."""
         with self._lock:
+            self._reason = self._reason or reason
             if self._committed:
                 return False
-            self._reason = self._reason or reason
             self._told.set()
             return True
 
     def check(self) -> None:
-        if self._reason is not None:
+        if self._reason is not None and not self._committed:
             raise self._reason
 
     def commit(self) -> None:
@@ -94,6 +95,13 @@ class Patience:
         with self._lock:
             self.check()
             self._committed = True
+
+    def reopen(self) -> None:
+        """What was committed came to nothing, and the call begins anew: it can be told to stop again."""
+        with self._lock:
+            self._committed = False
+            if self._reason is not None:
+                self._told.set()
 
     # ---- waiting
 
