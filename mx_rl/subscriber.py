@@ -15,7 +15,8 @@ from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_
 from mx_rl.errors import Closed, InvalidArgument
 from mx_rl.intake import Intake
 from mx_rl.membership import Membership
-from mx_rl.patience import Cancelled
+from mx_rl.holds import owner
+from mx_rl.patience import Cancelled, Patience
 from mx_rl.prefetch import Prefetch
 from mx_rl.ranks import Ranks
 from mx_rl.registry import Registry
@@ -200,33 +201,43 @@ class Subscriber(Intake):
         The first draw waits and raises as ``sync`` does; ``timeout`` does not count the loop's own time. The hooks run on the
         stream's own thread.
         """
+        return self._stream(number_of(at_least), lambda: self._patience(timeout, stoppable=True), copy)
+
+    def _stream(
+        self, least: int | None, patience_of: Callable[[], Patience], copy: bool
+    ) -> Generator[tuple[str, Given], None, None]:
         staging, _, _ = self._parts
         if not staging.streams:
             raise InvalidArgument(
                 'stream() takes tensors out of a stage: give stage="device" or "host", serve="stage" or "off", and no swap'
             )
         assert self._streams is not None
-        least = number_of(at_least)
         return self._streams.draw(
-            lambda: self._patience(timeout, stoppable=True),
-            self._exclusive,
-            lambda patience: self._sync(least, None, patience),
-            copy=copy,
+            patience_of, self._exclusive, lambda patience: self._sync(least, None, patience), copy=copy
         )
 
     async def async_stream(
         self, at_least: Number = None, *, timeout: float = 60.0, copy: bool = False
     ) -> AsyncIterator[tuple[str, Given]]:
         """``stream`` for a task: other tasks run on while it waits. Cancelled, it is a loop that was left."""
-        assert self._streams is not None
-        items = self.stream(at_least, timeout=timeout, copy=copy)
-        leave = self._streams.leave
+        patience, who = self._patience(timeout, stoppable=True), owner()
+        items = self._stream(number_of(at_least), lambda: patience, copy)
+        streams = self._streams
+        assert streams is not None
+
+        def stop() -> None:  # on the event loop: nothing is waited for
+            patience.stop(Cancelled())
+            streams.tell(who)
+
+        def drop(item: object) -> None:
+            """Nobody draws the next one: the loop over the stream is left, and with it this item."""
+
         try:
-            while (item := await run(lambda: next(items, None), stop=leave)) is not None:
+            while (item := await run(lambda: next(items, None), stop=stop, drop=drop)) is not None:
                 yield item
                 del item
         finally:
-            items.close()
+            await run(items.close)
 
     @property
     def last_report(self) -> SyncReport | None:
@@ -250,7 +261,9 @@ class Subscriber(Intake):
         patience = self._patience(timeout, stoppable=True)
         who = self._holds.try_enter()
         if who is None:
-            who = await run(lambda: self._holds.enter(patience), stop=lambda: patience.stop(Cancelled()))
+            who = await run(
+                lambda: self._holds.enter(patience), stop=lambda: patience.stop(Cancelled()), drop=self._holds.leave
+            )
         try:
             yield self.version
         finally:

@@ -120,7 +120,10 @@ class Switch(Standing):
             )
         if not isinstance(cargo, Loan):  # a lender's layout is ours, and it looks itself
             check_stage(cargo.plan, cargo.landing.block)
-        return streams.work(cargo, lambda: ranks.stages, patience)
+        moved = len(cargo.plan.window_bounds)  # told when the part was staged: each item counts as one more
+        return streams.work(
+            cargo, lambda: ranks.stages, patience, lambda done: ranks.tell_progress(staged.round, moved + done)
+        )
 
     def _layout(self) -> RankLayout | None:
         """Of the tensors as they are now; None for the publisher's names. A stream needs no memory behind them."""
