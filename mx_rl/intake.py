@@ -119,7 +119,8 @@ class Intake(Switch, Prefetched):
 
     def _load(self, told: Round, record: VersionRecord, resolved: float, patience: Patience) -> Staged:
         staging, ranks, membership = self._parts
-        self._held = ()
+        if not staging.serves_on:
+            self._held = ()
         patience.preparing = False
         try:
             streams = self._streams

@@ -192,7 +192,7 @@ class Standing:
             state=state,
             number=number,
             reason=reason[:4096],
-            held=self._held if state == "installed" else (),
+            held=() if state == "tainted" else self._held,
             seq=seq,
         )
 

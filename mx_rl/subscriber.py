@@ -82,6 +82,7 @@ class Subscriber(Intake):
         self.replica = replica or self.incarnation
         self._endpoint = Endpoint.acquire(registry, self.options)
         self._member = Member(self._endpoint, policy, self.incarnation, self._reassert)
+        self._leaving: ExitStack | None = None
         try:
             self._staging = Staging(
                 self._member,
@@ -352,30 +353,41 @@ class Subscriber(Intake):
             self._withdraw(staging)
 
     def close(self) -> None:
-        """Leave, and give everything back. Idempotent."""
-        if self._closed:
-            return
+        """Leave, and give everything back. Idempotent; one that was interrupted is gone on with by the next."""
         self._closed = True
-        self._interrupt(Closed(f"Subscriber({self.policy!r}) was closed"))
+        if self._leaving is None:
+            self._leaving = self._steps()
+        self._leaving.close()
+
+    def _steps(self) -> ExitStack:
+        """What a close does. The last is run first; each is run whatever became of those before, a Ctrl-C too."""
+        steps = ExitStack()
+        steps.callback(self._forget)
+        steps.callback(self._endpoint.release)
+        if self._staging is not None:
+            steps.callback(self._staging.close)
         if self._streams is not None:
-            self._streams.leave()
+            steps.callback(self._streams.close)
+        if self._ranks is not None:
+            steps.callback(self._ranks.close)
         if self._prefetch is not None:
-            self._prefetch.stop()
-        idle = self._busy.acquire(timeout=self.options.stall_s)  # a sync in another thread sees that it is over
-        with ExitStack() as steps:  # the last is run first; each is run whatever became of those before
-            if idle:
-                steps.callback(self._busy.release)
-            steps.callback(self._endpoint.release)
-            if self._staging is not None:
-                steps.callback(self._staging.close)
-            if self._streams is not None:
-                steps.callback(self._streams.close)
-            if self._ranks is not None:
-                steps.callback(self._ranks.close)
-            if self._prefetch is not None:
-                steps.callback(self._prefetch.join, self.options.stall_s)
-            steps.callback(self._member.leave)  # answers a poll for news, too
-        # The arenas go now, also where the caller keeps this object; a sync in another thread keeps its own to its end.
+            steps.callback(self._prefetch.join, self.options.stall_s)
+        steps.callback(self._member.leave)  # answers a poll for news, too
+        steps.callback(self._await_idle)
+        if self._prefetch is not None:
+            steps.callback(self._prefetch.stop)
+        if self._streams is not None:
+            steps.callback(self._streams.leave)
+        steps.callback(self._interrupt, Closed(f"Subscriber({self.policy!r}) was closed"))
+        return steps
+
+    def _await_idle(self) -> None:
+        """A sync in another thread sees that it is over; one that comes now finds this closed."""
+        if self._busy.acquire(timeout=self.options.stall_s):
+            self._busy.release()
+
+    def _forget(self) -> None:
+        """The arenas go now, also where the caller keeps this object; a sync in another thread keeps its own to its end."""
         self._staging = self._membership = self._open_stage = None
 
     def __enter__(self) -> Subscriber:

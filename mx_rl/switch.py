@@ -11,6 +11,7 @@ from mx_rl.borrow import Loan
 from mx_rl.errors import (
     Busy,
     Closed,
+    HoldTimeout,
     IncompleteVersion,
     InvalidArgument,
     MxRLError,
@@ -55,7 +56,9 @@ class Switch(Standing):
                     self._switch(staged, previous, patience)
                     done = time.monotonic()
             except BaseException as exc:
-                if not staged.over:
+                if self._keeps(staged, exc):
+                    self._acknowledge("staged", staged.version)  # ends its lease
+                elif not staged.over:
                     self._end(staged)
                     self._refuse_round(staged.round, staged.version, exc)
                 raise
@@ -72,6 +75,12 @@ class Switch(Standing):
             }
             seconds["total"] = acked - begun + (sum(before.values()) if waited is None else waited)
             return self._report(staged.cargo, previous, seconds)
+
+    def _keeps(self, staged: Staged, exc: BaseException) -> bool:
+        """Holds stayed open, and nobody else waits: the version is whole, and the next call installs it."""
+        alone = self.world_size == 1 and not staged.over
+        whole = self._staging is not None and not self._staging.stage.direct
+        return alone and whole and isinstance(exc, HoldTimeout)
 
     def _gather(self, staged: Staged, patience: Patience) -> None:
         """Every rank has staged its part and was asked to install it: only now do holds shut anywhere."""

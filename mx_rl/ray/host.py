@@ -65,6 +65,7 @@ class Host(ABC):
     def __init__(self) -> None:
         self.worker: Any = None
         self.endpoint: Any = None
+        self.group = ""  # whose endpoint it is, in an actor that its user made
         self._ended = threading.Event()
         self._loop = Loop()
         # torch listens with SO_REUSEADDR, so that a port which is bound here but not listened on is its to take, and
@@ -103,10 +104,12 @@ class Host(ABC):
             setattr(self.worker, self.attribute, self.endpoint)
             return str(self.endpoint.incarnation)
 
-    def adopt(self, seat: Seat, build: str, options: Mapping[str, Any]) -> str:
-        """As ``build``, for an actor that its user made: ``build`` names the method that returns its tensors."""
+    def adopt(self, seat: Seat, build: str, options: Mapping[str, Any], group: str) -> str:
+        """As ``build``, for an actor that its user made: ``build`` names the method that returns its tensors. From here on
+        ``group`` ends what it opens, and no other."""
         with portable():
             check_method(self.worker, build)
+            self.group = group
             if self.endpoint is not None:  # of a driver that is gone, where the actor outlives it, or of another group
                 self.endpoint.close()
                 self.endpoint = None
@@ -314,14 +317,14 @@ _adopting = threading.Lock()  # a threaded actor of the user's runs several oper
 
 def operate(worker: Any, kind: type[Host], operation: str, /, *args: Any, **kwargs: Any) -> Any:
     """Run a host's operation in an actor that its user made; there is one such object a process."""
+    if operation == "end":
+        return _end(worker, kind, *args, **kwargs)
     with _adopting:
         host = _adopted.get(kind)
         if host is None or host.worker is not worker:
             host = _adopted[kind] = kind()
             host.worker = worker
-        if operation == "end":
-            del _adopted[kind]
-    if host.endpoint is None and operation not in ("locate", "adopt", "end"):
+    if host.endpoint is None and operation not in ("locate", "adopt"):
         raise ActorFailed(
             f"no {host.attribute} in this process: the actor was restarted since it was wrapped, or its group was "
             "closed; wrap it anew (from_actors)",
@@ -330,6 +333,16 @@ def operate(worker: Any, kind: type[Host], operation: str, /, *args: Any, **kwar
             text="",
         )
     return getattr(host, operation)(*args, **kwargs)
+
+
+def _end(worker: Any, kind: type[Host], group: str) -> list[str]:
+    """Nothing where another group has wrapped the actor since: what is open is its."""
+    with _adopting:
+        host = _adopted.get(kind)
+        if host is None or host.worker is not worker or host.group not in ("", group):
+            return []
+        del _adopted[kind]
+    return host.end()
 
 
 def remote_host(kind: type[Host]) -> Any:
