@@ -148,8 +148,8 @@ class Drawing:
         return stopped
 
     def leave(self) -> None:
-        """Break the loop off, where it is not over, and wait for its end: before the vote the old version runs on, later the replica is tainted,
-        which the next stream or sync heals."""
+        """Break the loop off, where it is not over, and wait for its end: before the vote the old version runs on, later
+        the replica is tainted, which the next stream or sync heals."""
         if not self._thread.is_alive():
             return
         stopped = self.tell()

@@ -13,9 +13,9 @@ from mx_rl.borrow import Borrowing
 from mx_rl.config import Options
 from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, unique_name
 from mx_rl.errors import Closed, InvalidArgument
+from mx_rl.holds import owner
 from mx_rl.intake import Intake
 from mx_rl.membership import Membership
-from mx_rl.holds import owner
 from mx_rl.patience import Cancelled, Patience
 from mx_rl.prefetch import Prefetch
 from mx_rl.ranks import Ranks
@@ -38,7 +38,7 @@ class Subscriber(Intake):
     publisher may lack. ``verify`` is for digests, which this release has none of: windows are confirmed whatever it says.
     ``prefetch``: a thread stages each version as soon as it is announced, so that ``sync`` is the install alone; a version
     that waits is not overtaken by a newer one unless a call asks for it.
-    ``stage``: where a version waits for its install, "device" or "host" memory (the same where there is no GPU), or
+    ``stage``: where a version waits for its install, "device" or "host" (in this release both are host memory), or
     "none": it is moved straight into the live weights once all ranks have voted, and what fails then leaves the replica
     tainted until the next ``sync``. ``serve``: what peers read between installs, the "stage" with the version installed
     last, the "live" weights, or "off". ``swap=True``: installs point the module's tensors at the memory just filled rather

@@ -338,11 +338,12 @@ def operate(worker: Any, kind: type[Host], operation: str, /, *args: Any, **kwar
 def _end(worker: Any, kind: type[Host], group: str) -> list[str]:
     """Nothing where another group has wrapped the actor since: what is open is its."""
     with _adopting:
-        host = _adopted.get(kind)
+        host: Any = _adopted.get(kind)  # untyped: Ray's stubs make another thing of its methods
         if host is None or host.worker is not worker or host.group not in ("", group):
             return []
         del _adopted[kind]
-    return host.end()
+    problems: list[str] = host.end()
+    return problems
 
 
 def remote_host(kind: type[Host]) -> Any:

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from mx_rl import Publisher, Shard, Subscriber
-from mx_rl.errors import IncompleteVersion, InvalidArgument, MxRLError, NotReady, Paused, PeerLost, RegistryLost, VersionAborted
+from mx_rl.errors import (
+    IncompleteVersion,
+    InvalidArgument,
+    MxRLError,
+    NotReady,
+    Paused,
+    PeerLost,
+    RegistryLost,
+    VersionAborted,
+)
 from mx_rl.patience import Cancelled, Patience
 from mx_rl.records import Hello
 from mx_rl.registry.memory import MemoryRegistry
@@ -226,7 +235,9 @@ def test_a_rank_that_is_lost_ends_a_call_at_its_deadline_and_holds_up_no_pause(r
     together(*[lambda sub=sub: sub.sync(at_least=first, timeout=10) for sub in subs])
     subs[1].pause()
     asked, call = [], registry.call
-    registry.call = lambda command, *, timeout: (asked.append(type(command).__name__), call(command, timeout=timeout))[1]
+    registry.call = lambda command, *, timeout: (asked.append(type(command).__name__), call(command, timeout=timeout))[
+        1
+    ]
     network, agent = subs[0]._endpoint.transport.network, subs[1]._ranks.agent
     network.lose(agent)
     subs[0]._ranks._send(1, Hello(round=0, rank=0, agent=""))  # found out as in any round
