@@ -89,6 +89,10 @@ class Kernels(Protocol):
         """Read what live memory holds at the entries into ``old``, at each block's E_VALUE; where several runs take an
         element, from the first; where none does, ``old`` is left."""
 
+    def disorder(self, entries: Ints, blocks: Ints, payload: Bytes) -> int:
+        """The first row whose indices are not ascending below the block's length, or -1. What has one is never applied:
+        the kernels above would write outside of the runs."""
+
     def scatter(self, runs: Ints, stage: int) -> None:
         """Copy every run from the stage at this address to live memory; no cast."""
 

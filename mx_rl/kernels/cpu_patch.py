@@ -129,6 +129,24 @@ def _patch(
                 )  # fmt: skip
 
 
+@compiled("int64(int64[:, ::1], int64[:, ::1], uint8[::1])")
+def _disorder(entries: Any, blocks: Any, payload: Any) -> Any:
+    for row in range(len(entries)):
+        count, length = entries[row, E_COUNT], blocks[entries[row, E_BLOCK], LENGTH]
+        if entries[row, E_DENSE]:
+            if count > length:
+                return row
+            continue
+        index = halves_at(payload.ctypes.data + entries[row, E_INDEX], count)
+        before, wrong = -1, False
+        for j in range(count):
+            wrong |= np.int64(index[j]) <= before
+            before = np.int64(index[j])
+        if wrong or before >= length:
+            return row
+    return -1
+
+
 _NO_SUMS = np.zeros(0, np.uint64)
 _NO_BYTES = np.zeros(0, np.uint8)
 
@@ -143,3 +161,7 @@ def write(entries: Ints, blocks: Ints, payload: Bytes, runs: Ints) -> None:
 
 def gather(entries: Ints, blocks: Ints, payload: Bytes, runs: Ints, old: Bytes) -> None:
     _patch(_GATHER, entries, blocks, payload, runs, _NO_SUMS, _NO_SUMS, old)
+
+
+def disorder(entries: Ints, blocks: Ints, payload: Bytes) -> int:
+    return int(_disorder(entries, blocks, payload))

@@ -37,7 +37,7 @@ def snapshot(runs: Ints, slot: int, sums: Sums) -> None:
         wire = _take(live, step, count, kind)
         _memory(slot + at, len(wire))[:] = wire
         if unit >= 0:
-            sums[unit] += _digest(wire, position, base.WIDTHS[kind & 7])
+            sums[unit : unit + 1] += _digest(wire, position, base.WIDTHS[kind & 7])
 
 
 def diff(
@@ -78,8 +78,8 @@ def check(entries: Ints, blocks: Ints, payload: Bytes, runs: Ints, sums_old: Sum
             continue
         for element, index in zip(elements.tolist(), range(len(values)), strict=True):
             position = int(run[base.POSITION]) + element
-            sums_old[unit] += _digest(target[where[index : index + 1]].view(np.uint8), position, width)
-            sums_new[unit] += _digest(values[index : index + 1].view(np.uint8), position, width)
+            sums_old[unit : unit + 1] += _digest(target[where[index : index + 1]].view(np.uint8), position, width)
+            sums_new[unit : unit + 1] += _digest(values[index : index + 1].view(np.uint8), position, width)
 
 
 def write(entries: Ints, blocks: Ints, payload: Bytes, runs: Ints) -> None:
@@ -97,6 +97,14 @@ def gather(entries: Ints, blocks: Ints, payload: Bytes, runs: Ints, old: Bytes) 
                 kept = old[int(entry[base.E_VALUE]) :][: int(entry[base.E_COUNT]) * width].view(values.dtype)
                 kept[_chosen(entry, blocks, payload, runs[run])] = target[where]
                 assert len(elements) == len(where)
+
+
+def disorder(entries: Ints, blocks: Ints, payload: Bytes) -> int:
+    for row, entry in enumerate(entries):
+        index = _indices(entry, payload)
+        if (np.diff(index, append=blocks[entry[base.E_BLOCK], base.LENGTH]) <= 0).any():
+            return row
+    return -1
 
 
 def scatter(runs: Ints, stage: int) -> None:
