@@ -52,9 +52,8 @@ def _take(runs: Any, row: Any, done: Any, count: Any, slot: Any, scratch: Any, s
         sums[runs[row, UNIT]] += tile_sum(target, count << shift, (runs[row, POSITION] + done) << shift)
 
 
-@compiled("void(int64[:, ::1], int64, uint64[::1])")
-def _snapshot(runs: Any, slot: Any, sums: Any) -> None:
-    tile = np.empty(TILE, np.uint64)
+@compiled("void(int64[:, ::1], int64, uint64[::1], uint64[::1])")
+def _snapshot(runs: Any, slot: Any, sums: Any, tile: Any) -> None:
     scratch = tile.ctypes.data
     for row in range(len(runs)):
         count = runs[row, COUNT]
@@ -117,10 +116,15 @@ def _pad8(nbytes: Any) -> Any:
     return (nbytes + 7) & ~7
 
 
-@compiled("UniTuple(int64, 2)(int64[:, ::1], int64[:, ::1], int64, int64, uint64[::1], uint16[::1], uint8[::1], uint8[::1])")
-def _diff(runs: Any, blocks: Any, slot: Any, base_slot: Any, sums: Any, counts: Any, payload: Any, old: Any) -> Any:
-    tile, lists = np.empty(TILE, np.uint64), np.empty((3, _ROOM), np.uint64)
-    scratch, index, values, olds = tile.ctypes.data, lists[0].ctypes.data, lists[1].ctypes.data, lists[2].ctypes.data
+@compiled(
+    "UniTuple(int64, 2)(int64[:, ::1], int64[:, ::1], int64, int64, uint64[::1], uint16[::1], uint8[::1], uint8[::1],"
+    " uint64[:, ::1])"
+)
+def _diff(
+    runs: Any, blocks: Any, slot: Any, base_slot: Any, sums: Any, counts: Any, payload: Any, old: Any, lists: Any
+) -> Any:
+    index = lists.ctypes.data
+    values, olds, scratch = index + 8 * _ROOM, index + 16 * _ROOM, index + 24 * _ROOM
     to, to_old = payload.ctypes.data, old.ctypes.data
     used, used_old, fits = 0, 0, True
     row, done = 0, 0
@@ -168,13 +172,15 @@ def _scatter(runs: Any, stage: Any) -> None:
 
 
 def snapshot(runs: Ints, slot: int, sums: Sums) -> None:
-    _snapshot(runs, slot, sums)
+    _snapshot(runs, slot, sums, np.empty(TILE, np.uint64))
 
 
 def diff(
     runs: Ints, blocks: Ints, slot: int, base_slot: int, sums: Sums, counts: Counts, payload: Bytes, old: Bytes
 ) -> Diffed:
-    return Diffed(*_diff(runs, blocks, slot, base_slot, sums, counts, payload, old))
+    # Not made inside: numba frees an array after the last use of its name, whoever still has its address.
+    lists = np.empty((4, _ROOM), np.uint64)
+    return Diffed(*_diff(runs, blocks, slot, base_slot, sums, counts, payload, old, lists))
 
 
 def scatter(runs: Ints, stage: int) -> None:

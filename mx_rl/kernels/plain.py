@@ -76,10 +76,16 @@ def check(entries: Ints, blocks: Ints, payload: Bytes, runs: Ints, sums_old: Sum
         unit, width = int(run[base.UNIT]), values.itemsize
         if unit < 0:
             continue
-        for element, index in zip(elements.tolist(), range(len(values)), strict=True):
-            position = int(run[base.POSITION]) + element
-            sums_old[unit : unit + 1] += _digest(target[where[index : index + 1]].view(np.uint8), position, width)
-            sums_new[unit : unit + 1] += _digest(values[index : index + 1].view(np.uint8), position, width)
+        place = (elements + int(run[base.POSITION])) * width
+        sums_old[unit : unit + 1] += _terms(target[where], place)
+        sums_new[unit : unit + 1] += _terms(values, place)
+
+
+def _terms(values: npt.NDArray[np.unsignedinteger], place: npt.NDArray[np.int64]) -> np.uint64:
+    """The digest of elements that begin at these bytes of the global tensor."""
+    words = values.astype(np.uint64) << (8 * (place % 8)).astype(np.uint64)
+    low, high = reference.weights((place // 8).astype(np.uint64))
+    return np.uint64(((words & np.uint64(0xFFFFFFFF)) * low + (words >> np.uint64(32)) * high).sum(dtype=np.uint64))
 
 
 def write(entries: Ints, blocks: Ints, payload: Bytes, runs: Ints) -> None:
