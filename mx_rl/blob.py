@@ -70,7 +70,9 @@ class Head(NamedTuple):
         if codec not in (RAW, PACKED) or not 0 <= from_version < number:
             raise CorruptRecord(f"a delta of codec {codec} from version {from_version} to {number}")
         if (head.layout, blocks) != (layout, num_blocks):
-            raise CorruptRecord(f"a delta of layout {head.layout}, {blocks} blocks; wanted {layout}, {num_blocks} blocks")
+            raise CorruptRecord(
+                f"a delta of layout {head.layout}, {blocks} blocks; wanted {layout}, {num_blocks} blocks"
+            )
         known = (num_frames(num_blocks), num_boxes) if codec == PACKED else (0, 0)
         if (frames, sums) != known or head.nbytes > most_bytes:
             raise CorruptRecord(f"a delta of {frames} frames, {head.nbytes} bytes: at most {most_bytes} bytes")

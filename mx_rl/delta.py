@@ -132,7 +132,9 @@ def decode_raw(kernels: Kernels, blocks: Ints, entries: Ints, payload: Bytes) ->
     payload = _aligned(payload)
     row = kernels.disorder(entries, blocks, payload)
     if row >= 0:
-        raise CorruptRecord(f"block {int(entries[row, E_BLOCK])} of a delta lists elements out of order or out of range")
+        raise CorruptRecord(
+            f"block {int(entries[row, E_BLOCK])} of a delta lists elements out of order or out of range"
+        )
     return Delta(blocks=blocks, entries=entries, payload=payload)
 
 

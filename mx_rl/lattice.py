@@ -49,7 +49,9 @@ def live_of(layout: RankLayout, resolved: Mapping[str, Sequence[Shard]]) -> Live
     strides = np.zeros((len(tensors), width), np.int64)
     for row, tensor in enumerate(tensors):
         strides[row, : tensor.dim()] = tensor.stride()
-    wire = [DTYPES[name] for name, parts in zip(layout.dtypes, layout.counts.tolist(), strict=True) for _ in range(parts)]
+    wire = [
+        DTYPES[name] for name, parts in zip(layout.dtypes, layout.counts.tolist(), strict=True) for _ in range(parts)
+    ]
     return Live(
         address=ints([tensor.data_ptr() for tensor in tensors]),
         stride=strides,
@@ -111,9 +113,7 @@ def target_runs(plan: Plan, world: WorldLayout, target: RankLayout, live: Live, 
         unit=np.arange(len(piece), dtype=np.int64),
         kind=live.kind[row],
     )
-    units = Units(
-        box=box[piece], elements=size.prod(axis=1), first=np.arange(len(piece), dtype=np.int64) - turn
-    )
+    units = Units(box=box[piece], elements=size.prod(axis=1), first=np.arange(len(piece), dtype=np.int64) - turn)
     return runs[np.argsort(runs[:, base.SLOT], kind="stable")], units
 
 
@@ -134,7 +134,9 @@ def _rows(
     halves = np.where(itemsize == 16, 2, 1)
     if (halves == 2).any():
         size = np.column_stack([size, halves])
-        arena, whole, live = (np.column_stack([side * halves[:, None], np.ones_like(halves)]) for side in (arena, whole, live))
+        arena, whole, live = (
+            np.column_stack([side * halves[:, None], np.ones_like(halves)]) for side in (arena, whole, live)
+        )
     owner, steps = element_runs(size, arena, whole, live)
     width, live_width = wire_width(kind)[owner], base.live_width(kind)[owner]
     runs = np.empty((len(owner), base.RUN_COLUMNS), np.int64)

@@ -15,6 +15,7 @@ out is absolute.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from dataclasses import dataclass
 
@@ -104,7 +105,7 @@ def unpack(blocks: Ints, data: bytes) -> Frame:
     if sum(lengths) != len(data) - _HEAD.size:
         raise CorruptRecord(f"a frame of {len(data)} bytes with streams of {lengths}")
     cuts = starts_of(np.array((_HEAD.size, *lengths), np.int64)).tolist()
-    streams = [data[a:b] for a, b in zip(cuts[1:], cuts[2:], strict=False)]
+    streams = [data[a:b] for a, b in itertools.pairwise(cuts[1:])]
     counts = np.frombuffer(expand(streams[0], 2 * len(blocks)), "<u2").astype(np.uint16)
     check_counts(blocks, counts)
     entries, nbytes = entries_of(blocks, counts)

@@ -52,6 +52,8 @@ CASTS: Final = {torch.float16: 4, torch.bfloat16: 5, torch.float32: 6, torch.flo
 WIDTHS: Final = (1, 2, 4, 8, 2, 2, 4, 8)
 """Bytes by code."""
 
+_WIDTHS: Ints = np.array(WIDTHS, np.int64)
+
 
 class Diffed(NamedTuple):
     """``used`` bytes of the payload and of the old values; below 0 where the changes did not fit: there is no delta."""
@@ -68,7 +70,15 @@ class Kernels(Protocol):
         ``sums[unit]``. A cast is ``Tensor.to``, bit for bit (NaNs: ``plain.cast``)."""
 
     def diff(
-        self, runs: Ints, blocks: Ints, slot: int, base_slot: int, sums: Sums, counts: Counts, payload: Bytes, old: Bytes
+        self,
+        runs: Ints,
+        blocks: Ints,
+        slot: int,
+        base_slot: int,
+        sums: Sums,
+        counts: Counts,
+        payload: Bytes,
+        old: Bytes,
     ) -> Diffed:
         """As ``snapshot``, and list what differs, bit for bit, from the slot at ``base_slot``.
 
@@ -77,9 +87,7 @@ class Kernels(Protocol):
         the base. Snapshot and sums are whole whatever fits.
         """
 
-    def check(
-        self, entries: Ints, blocks: Ints, payload: Bytes, runs: Ints, sums_old: Sums, sums_new: Sums
-    ) -> None:
+    def check(self, entries: Ints, blocks: Ints, payload: Bytes, runs: Ints, sums_old: Sums, sums_new: Sums) -> None:
         """Of what ``write`` would change: add the digest of what is there, and of what is given, to the sums by unit."""
 
     def write(self, entries: Ints, blocks: Ints, payload: Bytes, runs: Ints) -> None:
@@ -109,11 +117,13 @@ def kind_of(live: torch.dtype, wire: torch.dtype) -> int:
 
 def wire_width(kinds: Ints) -> Ints:
     """Bytes of an element in the arena, by KIND."""
-    return np.asarray(WIDTHS, np.int64)[kinds & 7]
+    found: Ints = _WIDTHS[kinds & 7]
+    return found
 
 
 def live_width(kinds: Ints) -> Ints:
-    return np.asarray(WIDTHS, np.int64)[kinds >> 3]
+    found: Ints = _WIDTHS[kinds >> 3]
+    return found
 
 
 def pad8(nbytes: int) -> int:

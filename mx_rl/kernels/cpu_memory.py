@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -17,50 +18,62 @@ TILE = 4096
 _term = cpu._term
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _pointer(_: Any, address: Any) -> Any:
+def _make_pointer(_: Any, address: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
     return types.voidptr(types.int64), codegen
 
 
+_pointer: Any = intrinsic(_make_pointer)
+_array: Any = numba.carray  # type: ignore[attr-defined]
+
+
 def inline(function: Any) -> Any:
     return numba.njit(nogil=True, inline="always")(function)
 
 
-def compiled(signature: str) -> Any:
-    return lambda function: cpu._compile(signature, function)
+def compiled(signature: str) -> Callable[[Any], Any]:
+    """Compiled now, for this signature, or read from the cache.
+
+    The cache looks at the time of the file that the function stands in, not at those that it takes others from: after a
+    change to a function that others inline, delete ``__pycache__``.
+    """
+
+    def decorate(function: Any) -> Any:
+        return cpu._compile(signature, function)
+
+    return decorate
 
 
 @inline
 def bytes_at(address: Any, count: Any) -> Any:
-    return numba.carray(_pointer(address), count, np.uint8)
+    return _array(_pointer(address), count, np.uint8)
 
 
 @inline
 def halves_at(address: Any, count: Any) -> Any:
-    return numba.carray(_pointer(address), count, np.uint16)
+    return _array(_pointer(address), count, np.uint16)
 
 
 @inline
 def words_at(address: Any, count: Any) -> Any:
-    return numba.carray(_pointer(address), count, np.uint32)
+    return _array(_pointer(address), count, np.uint32)
 
 
 @inline
 def longs_at(address: Any, count: Any) -> Any:
-    return numba.carray(_pointer(address), count, np.uint64)
+    return _array(_pointer(address), count, np.uint64)
 
 
 @inline
 def floats_at(address: Any, count: Any) -> Any:
-    return numba.carray(_pointer(address), count, np.float32)
+    return _array(_pointer(address), count, np.float32)
 
 
 @inline
 def doubles_at(address: Any, count: Any) -> Any:
-    return numba.carray(_pointer(address), count, np.float64)
+    return _array(_pointer(address), count, np.float64)
 
 
 @inline

@@ -75,9 +75,7 @@ def _meet(
             other[j] = live[((j if dense else np.int64(index[j])) - first) * step]
 
 
-@compiled(
-    "void(int64, int64[:, ::1], int64[:, ::1], uint8[::1], int64[:, ::1], uint64[::1], uint64[::1], uint8[::1])"
-)
+@compiled("void(int64, int64[:, ::1], int64[:, ::1], uint8[::1], int64[:, ::1], uint64[::1], uint64[::1], uint8[::1])")
 def _patch(
     mode: int, entries: Any, blocks: Any, payload: Any, runs: Any, sums_old: Any, sums_new: Any, old: Any
 ) -> None:
@@ -138,7 +136,8 @@ def _disorder(entries: Any, blocks: Any, payload: Any) -> Any:
                 return row
             continue
         index = halves_at(payload.ctypes.data + entries[row, E_INDEX], count)
-        before, wrong = -1, False
+        before: Any = -1
+        wrong: Any = False
         for j in range(count):
             wrong |= np.int64(index[j]) <= before
             before = np.int64(index[j])

@@ -62,7 +62,9 @@ def _snapshot(runs: Any, slot: Any, sums: Any, tile: Any) -> None:
 
 
 @inline
-def _append(new: Any, old: Any, begin: Any, end: Any, first: Any, index: Any, values: Any, olds: Any, found: Any) -> Any:
+def _append(
+    new: Any, old: Any, begin: Any, end: Any, first: Any, index: Any, values: Any, olds: Any, found: Any
+) -> Any:
     """Without a branch: what does not differ is overwritten by the next. Unsigned, or each index is tested for its sign."""
     for i in range(begin, end):
         index[found] = first + i
@@ -73,9 +75,7 @@ def _append(new: Any, old: Any, begin: Any, end: Any, first: Any, index: Any, va
 
 
 @inline
-def _compare(
-    new: Any, old: Any, a: Any, b: Any, first: Any, index: Any, values: Any, olds: Any, listed: Any
-) -> Any:
+def _compare(new: Any, old: Any, a: Any, b: Any, first: Any, index: Any, values: Any, olds: Any, listed: Any) -> Any:
     """``a`` and ``b`` are ``new`` and ``old`` in words."""
     per, found, start = np.uint64(8 // new.itemsize), np.uint64(listed), np.uint64(first)
     whole = np.uint64(len(a) // _LINE * _LINE)
@@ -92,21 +92,47 @@ def _compare(
 
 
 @compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
-def _list(width: int, new: int, old: int, count: int, first: int, index: int, values: int, olds: int, found: int) -> Any:
+def _list(
+    width: int, new: int, old: int, count: int, first: int, index: int, values: int, olds: int, found: int
+) -> Any:
     """Append where ``count`` elements differ to lists of at most a block; returns how many are listed then."""
     words = count * width >> 3
     a, b, listed = longs_at(new, words), longs_at(old, words), halves_at(index, _ROOM)
     if width == 1:
         return _compare(
-            bytes_at(new, count), bytes_at(old, count), a, b, first, listed, bytes_at(values, _ROOM), bytes_at(olds, _ROOM), found
+            bytes_at(new, count),
+            bytes_at(old, count),
+            a,
+            b,
+            first,
+            listed,
+            bytes_at(values, _ROOM),
+            bytes_at(olds, _ROOM),
+            found,
         )
     if width == 2:
         return _compare(
-            halves_at(new, count), halves_at(old, count), a, b, first, listed, halves_at(values, _ROOM), halves_at(olds, _ROOM), found
+            halves_at(new, count),
+            halves_at(old, count),
+            a,
+            b,
+            first,
+            listed,
+            halves_at(values, _ROOM),
+            halves_at(olds, _ROOM),
+            found,
         )
     if width == 4:
         return _compare(
-            words_at(new, count), words_at(old, count), a, b, first, listed, words_at(values, _ROOM), words_at(olds, _ROOM), found
+            words_at(new, count),
+            words_at(old, count),
+            a,
+            b,
+            first,
+            listed,
+            words_at(values, _ROOM),
+            words_at(olds, _ROOM),
+            found,
         )
     return _compare(a, b, a, b, first, listed, longs_at(values, _ROOM), longs_at(olds, _ROOM), found)
 

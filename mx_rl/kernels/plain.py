@@ -166,7 +166,10 @@ def _digest(wire: Bytes, position: int, width: int) -> np.uint64:
 
 
 def _memory(address: int, nbytes: int) -> Bytes:
-    return np.frombuffer((ctypes.c_uint8 * max(nbytes, 0)).from_address(address), np.uint8) if nbytes > 0 else _NONE
+    if nbytes <= 0:
+        return _NONE
+    memory: Any = (ctypes.c_uint8 * nbytes).from_address(address)
+    return np.frombuffer(memory, np.uint8)
 
 
 _NONE = np.zeros(0, np.uint8)

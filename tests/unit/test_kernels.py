@@ -1,5 +1,7 @@
 """The compiled kernels equal the plain ones, bit for bit: copies, casts, digests, differences and patches."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -96,7 +98,7 @@ def test_the_digest_is_that_of_the_reference_under_any_cut():
     data = np.random.default_rng(3).integers(0, 256, 4001, dtype=np.uint8)
     whole = reference.sum_runs(data, np.array([[0, 13, 4001]]), np.array([0, 1]))
     cuts = [0, 1, 8, 9, 777, 4000, 4001]
-    runs = table(*(run(data[a:], a, b - a, position=13 + a) for a, b in zip(cuts, cuts[1:], strict=False)))
+    runs = table(*(run(data[a:], a, b - a, position=13 + a) for a, b in itertools.pairwise(cuts)))
     assert snap(fast, runs, 4001)[1] == whole
 
 
@@ -138,7 +140,7 @@ def test_a_diff_lists_exactly_the_elements_whose_bits_differ(width, share):
     code = {1: 0, 2: 1, 4: 2, 8: 3}[width]
     # Gaps that no run covers are padding: never listed, whatever lies in them.
     cuts = [0, 1, 70_000, 70_064, elements]
-    pieces = [(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a != 70_000]
+    pieces = [(a, b) for a, b in itertools.pairwise(cuts) if a != 70_000]
     runs = table(*(run(live[a * width :], a * width, b - a, position=a, kind=code << 3 | code) for a, b in pieces))
     results = [diffed(kernels, runs, blocks, was, 2 * nbytes) for kernels in (fast, plain)]
     # What lies between runs is copied by nobody; both slots hold the same filling there.
@@ -235,7 +237,9 @@ def patches(draw):
             step = int(rng.integers(1, 3))
             room = len(live) - (count - 1) * step
             begin = int(rng.integers(0, room)) if draw(st.booleans()) else min(at, room - 1)
-            rows.append(run(live[begin:], at * width, count, step=step, position=at + 5, unit=unit, kind=code << 3 | code))
+            rows.append(
+                run(live[begin:], at * width, count, step=step, position=at + 5, unit=unit, kind=code << 3 | code)
+            )
         at += count
     runs = table(*rows)
     entries[:, base.E_LAST] = len(runs)

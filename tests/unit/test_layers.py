@@ -18,7 +18,8 @@ ROOT = Path(mx_rl.__file__).parent
 # (base.py) lies below what implements it, and below the arena, which hands its regions to transports.
 LAYERS = [
     "__init__ errors",
-    "config columns copies deadline",
+    "config columns copies deadline zstd",
+    "kernels kernels.*",
     "records replica holds reports target",
     "transport.base registry.base",
     "tensors arena runs seat",
@@ -26,7 +27,11 @@ LAYERS = [
     "patterns",
     "layout",
     "pieces",
-    "plan",
+    "plan digest",
+    "lattice blocks",
+    "blob",
+    "packed",
+    "delta",
     "transport transport.place transport.runs transport.wire transport.flow",
     "transport.agent transport.lanes transport.requested",
     "transport.service",
