@@ -6,7 +6,7 @@ import numpy as np
 
 from mx_rl.columns import Flags, Ints, expand, groups
 from mx_rl.kernels import base
-from mx_rl.kernels.base import BLOCK_ELEMENTS, LENGTH, LO, SLOT, WIDTH
+from mx_rl.kernels.base import BLOCK_ELEMENTS, met
 from mx_rl.layout import RankLayout, WorldLayout
 
 
@@ -21,18 +21,6 @@ def blocks_of_rank(world: WorldLayout, rank: int) -> Ints:
     mine = np.flatnonzero(boxes.rank == rank)
     mine = mine[np.argsort(boxes.offset[mine], kind="stable")]
     return _blocks(boxes.offset[mine], boxes.nbytes[mine], world.table.itemsize[boxes.tensor[mine]])
-
-
-def met(blocks: Ints, runs: Ints) -> tuple[Ints, Ints]:
-    """Per block, the rows of the first run (sorted by SLOT) that meets it, and behind the last; equal where none does.
-
-    Runs may overlap, where the same bytes are wanted twice: then some in between may not meet the block.
-    """
-    ends = runs[:, SLOT] + runs[:, base.COUNT] * base.wire_width(runs[:, base.KIND])
-    reach = np.maximum.accumulate(ends) if len(ends) else ends
-    first = np.searchsorted(reach, blocks[:, LO], side="right")
-    last = np.searchsorted(runs[:, SLOT], blocks[:, LO] + blocks[:, LENGTH] * blocks[:, WIDTH], side="left")
-    return first.astype(np.int64), np.maximum(first, last).astype(np.int64)
 
 
 def wanted(blocks: Ints, runs: Ints) -> Flags:

@@ -13,7 +13,7 @@ import numpy as np
 
 from mx_rl import blob, packed
 from mx_rl.blob import Head
-from mx_rl.blocks import met, ragged
+from mx_rl.blocks import ragged
 from mx_rl.columns import Flags, Ints, groups, starts_of
 from mx_rl.errors import CorruptRecord
 from mx_rl.kernels import base
@@ -31,6 +31,7 @@ from mx_rl.kernels.base import (
     Counts,
     Kernels,
     Sums,
+    met,
 )
 from mx_rl.lattice import Units
 

@@ -126,6 +126,20 @@ def live_width(kinds: Ints) -> Ints:
     return found
 
 
+def met(blocks: Ints, runs: Ints) -> tuple[Ints, Ints]:
+    """Per block, the rows of the first run (sorted by SLOT) that meets it, and behind the last; equal where none does.
+
+    Runs may overlap, where the same bytes are wanted twice: then some in between may not meet the block.
+    """
+    ends = runs[:, SLOT] + runs[:, COUNT] * wire_width(runs[:, KIND])
+    reach = np.maximum.accumulate(ends) if len(ends) else ends
+    first = np.searchsorted(reach, blocks[:, LO], side="right").astype(np.int64)
+    last = np.searchsorted(runs[:, SLOT], blocks[:, LO] + blocks[:, LENGTH] * blocks[:, WIDTH], side="left").astype(
+        np.int64
+    )
+    return first, np.maximum(first, last)
+
+
 def pad8(nbytes: int) -> int:
     return -(-nbytes // 8) * 8
 
