@@ -196,7 +196,7 @@ def kernels() -> Cuda:
 
 def compile_for(architecture: str) -> bytes:
     """The binary for an architecture such as ``"sm_90"``; needs no GPU. Raises InvalidArgument with NVRTC's log."""
-    nvrtc = _import("cupy.cuda.nvrtc")
+    nvrtc = _import("cupy.cuda").nvrtc
     program = nvrtc.createProgram(SOURCE.read_text(), SOURCE.name, [], [])
     try:
         nvrtc.compileProgram(program, [f"--gpu-architecture={architecture}", "--std=c++17"])

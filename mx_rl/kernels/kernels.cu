@@ -196,10 +196,11 @@ extern "C" __global__ void mx_diff(
     if (threadIdx.x == 0 && base_slot) counts[blockIdx.x] = found <= limit ? (u16)found : (u16)DENSE;
 }
 
-// Give the blocks of one launch their places in payload and old values, behind those of the launches before. One thread.
+// Give the blocks of one launch their places in payload and old values, behind those of the launches before: one thread does.
 // cursor: bytes used of both, and whether everything fitted so far; places: rows of both, by block.
 extern "C" __global__ void mx_place(
     const i64 *blocks, const u16 *counts, i64 num_blocks, i64 room, i64 room_old, i64 *cursor, i64 *places) {
+    if (threadIdx.x) return;
     for (i64 i = 0; i < num_blocks; i++) {
         const i64 *block = blocks + i * BLOCK_COLUMNS;
         const bool dense = counts[i] == DENSE;

@@ -21,7 +21,8 @@ from mx_rl.tensors import Shard, resolve
 fast = pytest.importorskip("mx_rl.kernels.fast", reason="needs numba", exc_type=ImportError)
 pytest.importorskip("backports.zstd", reason="needs zstd", exc_type=ImportError)
 
-KERNELS = [pytest.param(fast, id="fast"), pytest.param(plain, id="plain")]
+LAYOUTS = ["whole", "columns", "fused", "transposed", "strided", "boxes"]
+CASES = [(fast, kind) for kind in LAYOUTS] + [(plain, "columns"), (plain, "boxes")]
 
 
 class Trainer:
@@ -204,9 +205,8 @@ def equal(tensors, published):
             assert bits(part.tensor) == bits(want), name
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("codec", ["raw", "packed"])
-@pytest.mark.parametrize("kind", ["whole", "columns", "fused", "transposed", "strided", "boxes"])
+@pytest.mark.parametrize(("kernels", "kind"), CASES, ids=lambda value: str(getattr(value, "__name__", value))[-8:])
 def test_a_delta_reaches_every_layout_and_is_proved_before_it_is_written(kernels, codec, kind):
     whole = model()
     trainers = [Trainer(tensors, kernels).publish() for tensors in sharded(whole)]
