@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from mx_rl.errors import MxRLError
     from mx_rl.publisher import Publisher
     from mx_rl.reports import Receipt, SyncReport, Version
+    from mx_rl.staged import Staged
     from mx_rl.status import connect
-    from mx_rl.subscriber import Staged, Subscriber
+    from mx_rl.subscriber import Subscriber
     from mx_rl.tensors import Shard, shards
 
 __version__ = "0.1.0.dev0"
@@ -36,7 +37,7 @@ _HOMES = {
     "Publisher": "publisher",
     "Receipt": "reports",
     "Shard": "tensors",
-    "Staged": "subscriber",
+    "Staged": "staged",
     "Subscriber": "subscriber",
     "SyncReport": "reports",
     "Version": "reports",

@@ -14,8 +14,19 @@ import msgspec
 
 from mx_rl.claim import Claimant, name_ranks
 from mx_rl.endpoint import Member
-from mx_rl.errors import Closed, Fenced, IncompleteVersion, MxRLError, PeerLost, SeatTaken, StepMismatch, VersionAborted
+from mx_rl.errors import (
+    Closed,
+    Fenced,
+    IncompleteVersion,
+    MxRLError,
+    PeerLost,
+    ReplicaMismatch,
+    SeatTaken,
+    StepMismatch,
+    VersionAborted,
+)
 from mx_rl.layout import RankLayout, WorldLayout
+from mx_rl.partners import Partners, Snapshot
 from mx_rl.records import Await, Commit, Declare, Outcome, Seat, VersionRecord
 
 log = logging.getLogger("mx_rl")
@@ -36,6 +47,7 @@ class Commits:
     """
 
     def __init__(self, member: Member, claimant: Claimant, rank: int) -> None:
+        self.partners = Partners(member, rank)
         self.newest: Key | None = None
         self.held: VersionRecord | None = None
         self.world: tuple[str, bytes] | None = None  # rank 0: the world layout that it declared last
@@ -43,7 +55,7 @@ class Commits:
         self._claimant = claimant
         self._rank = rank
         # A daemon, unlike an executor's: a script that ends while another rank is awaited must not hang at exit.
-        self._queue: queue.SimpleQueue[tuple[Commit, Future[Outcome]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Commit, Snapshot | None, Future[Outcome]] | None] = queue.SimpleQueue()
         self._pending: dict[Key, Future[Outcome]] = {}
         self._outcomes: dict[Key, Outcome] = {}
         self._keys: dict[int, Key] = {}  # foretold number -> key
@@ -51,14 +63,15 @@ class Commits:
         self._down: dict[int, int] = {}  # ended epoch -> by how much k goes down from it to the next
         self._failure: MxRLError | None = None
         self._closing = False
+        self._learning = threading.Lock()
         threading.Thread(target=self._work, name="mx-rl-commit", daemon=True).start()
 
-    def submit(self, commit: Commit, number: int) -> None:
-        """``number``: what the version is called if nothing happens."""
+    def submit(self, commit: Commit, number: int, snapshot: Snapshot | None = None) -> None:
+        """``number``: what the version is called if nothing happens; ``snapshot``: what its sums are made from."""
         key = (commit.epoch, commit.k)
         future = self._pending[key] = Future()
         self._keys[number] = key
-        self._queue.put((commit, future))
+        self._queue.put((commit, snapshot, future))
         for old in list(self._pending)[:-_KEPT]:
             if old != self.newest and self._pending[old].done():
                 del self._pending[old]
@@ -104,7 +117,7 @@ class Commits:
         except MxRLError:  # before the time-out: some of ours are TimeoutErrors too
             return self._outcomes[key]
         except FutureTimeout:
-            if known is None:
+            if self._outcomes.get(key) is None:
                 return Outcome(number=0, state="staging")
             outcome = self._await(key, 0.0)
         while outcome.state == "staging":
@@ -130,16 +143,18 @@ class Commits:
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            commit, future = item
+            commit, snapshot, future = item
             try:
                 if self._closing:
                     raise Closed(f"closed before publish {commit.k} of epoch {commit.epoch} was committed")
-                future.set_result(self._run((commit.epoch, commit.k), commit))
+                future.set_result(self._run((commit.epoch, commit.k), commit, snapshot))
             except BaseException as exc:  # noqa: BLE001 - it belongs to whoever asks for the outcome
                 future.set_exception(exc)
 
-    def _run(self, key: Key, commit: Commit) -> Outcome:
+    def _run(self, key: Key, commit: Commit, snapshot: Snapshot | None) -> Outcome:
         try:
+            if snapshot is not None:
+                commit = self._prove(key, commit, snapshot)
             outcome = self._learn(key, self._commit(commit))
             if self._rank == 0 and outcome.state == "staging":
                 outcome = self._declare_world(key, commit)
@@ -148,6 +163,17 @@ class Commits:
             if commit.error is None and isinstance(exc, MxRLError):
                 self._failure = exc
             self._outcomes[key] = Outcome(number=0, state="aborted", reason=str(exc))
+            raise
+
+    def _prove(self, key: Key, commit: Commit, snapshot: Snapshot) -> Commit:
+        before = (key[0], key[1] - 1)
+        known = self._outcomes.get(before)
+        if not self.partners.knows(key[0]) and known is not None and known.state == "staging":
+            self._await(before, 0.0)  # the other ranks' layouts are news until they are known
+        try:
+            return self.partners.prove(commit, snapshot)
+        except Exception as exc:
+            self._commit(msgspec.structs.replace(commit, error=f"{type(exc).__name__}: {exc}"[:4096]))
             raise
 
     def _commit(self, commit: Commit) -> Outcome:
@@ -200,13 +226,39 @@ class Commits:
         return self._learn(key, outcome)
 
     def _learn(self, key: Key, outcome: Outcome) -> Outcome:
-        self._outcomes[key] = outcome
-        if outcome.state == "ready" and (self.newest is None or key >= self.newest):
-            self.newest = key
-            self.held = outcome.record or self.held
-        if outcome.state == "aborted" and outcome.steps:
-            self._failure = aborted(outcome)
+        """Also where two threads learn the same: what it failed with is kept once, before anybody sees the outcome."""
+        with self._learning:
+            before = self._outcomes.get(key)
+            self.partners.note(key, outcome)
+            told = before is not None and before.state == "aborted"
+            if outcome.state == "aborted" and (outcome.steps or outcome.differ) and not told:
+                self._failure = self.aborted(key, outcome)
+            if outcome.state == "ready" and (self.newest is None or key >= self.newest):
+                self.newest = key  # before the outcome: else its slot would look free for a moment
+                self.held = outcome.record or self.held
+            self._outcomes[key] = outcome
         return outcome
+
+    def aborted(self, key: Key, outcome: Outcome) -> MxRLError:
+        text = f"version {outcome.number} was aborted: {outcome.reason}"
+        if outcome.steps:
+            return StepMismatch(text, version=outcome.number, steps=dict(outcome.steps))
+        if outcome.differ:
+            names = self.partners.suspects(outcome, key[1])
+            told = (
+                f" (between ranks {outcome.differ[0]} and {outcome.differ[1]}: {', '.join(names[:10])})"
+                if names
+                else ""
+            )
+            more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+            return ReplicaMismatch(
+                f"{text}{told}{more}. The ranks hold different values under one name: their training has drifted apart, "
+                "or each keeps its own. Make them equal before publish, or leave them out with shards(exclude=...)",
+                ranks=list(outcome.differ),
+                version=outcome.number,
+                tensors=names,
+            )
+        return VersionAborted(text, version=outcome.number, reason=outcome.reason)
 
     def _declare_world(self, key: Key, commit: Commit) -> Outcome:
         """Rank 0: join the layouts of all ranks into one, check that they cover every tensor, and store it."""
@@ -235,6 +287,7 @@ class Commits:
                     incarnation=commit.incarnation,
                     layouts=outcome.layouts,
                     world_layout=world.hash,
+                    copies=world.copy_sets if world.replicated else (),
                 )
             )
             return self._await(key, 0.0)
@@ -246,10 +299,3 @@ class Commits:
             raise PeerLost(f"the layouts of rank(s) {name_ranks(lost)} have left the registry", peer=name_ranks(lost))
         layouts = {name: RankLayout.decode(blobs[name]) for name in set(hashes)}
         return WorldLayout.merge([layouts[name] for name in hashes])
-
-
-def aborted(outcome: Outcome) -> MxRLError:
-    text = f"version {outcome.number} was aborted: {outcome.reason}"
-    if outcome.steps:
-        return StepMismatch(text, version=outcome.number, steps=dict(outcome.steps))
-    return VersionAborted(text, version=outcome.number, reason=outcome.reason)

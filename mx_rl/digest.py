@@ -60,8 +60,10 @@ def sum_runs(data: Bytes, runs: Ints, starts: Ints) -> Sums:
 def box_sum(data: Bytes, shape: Sequence[int], lo: Sequence[int], size: Sequence[int], itemsize: int) -> int:
     """The sum of one box, compact in ``data``, of the global tensor ``shape``; ``itemsize`` in bytes."""
     width = max(len(shape), 1)
-    rows = [ints([*row, *[fill] * (width - len(row))])[None] for row, fill in ((shape, 1), (lo, 0), (size, 1))]
-    runs, starts = box_runs(*rows, ints([itemsize]), ints([0]))
+    whole, begin, extent = (
+        ints([*row, *[fill] * (width - len(row))])[None] for row, fill in ((shape, 1), (lo, 0), (size, 1))
+    )
+    runs, starts = box_runs(whole, begin, extent, ints([itemsize]), ints([0]))
     return int(sum_runs(data, runs, starts)[0])
 
 

@@ -11,7 +11,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
 from mx_rl import errors
@@ -42,6 +43,9 @@ log = logging.getLogger("mx_rl")
 
 CALL_TIMEOUT_S = 30.0
 """For a command whose answer is not held; Ray needs a few seconds to restart the registry's actor."""
+
+SLACK_S = 2.0
+"""How far an answer of the registry may come behind the end of the call that needs it."""
 
 _IDLE_SLEEP_S = 0.005
 _BUSY_SLEEP_S = 0.0002
@@ -218,6 +222,7 @@ class Member:
         self.floor = 0
         self._reassert = reassert
         self._telling = threading.Lock()
+        self._bounds = threading.local()
         self._teller = 0  # the thread that is telling the registry what we hold
         self._boot: int | None = None
         self._stale = False
@@ -227,6 +232,9 @@ class Member:
     def ask(self, command: AnyCommand, kind: type[T] | None = None, *, timeout: float | None = None) -> T:
         """Send a command, and return its result or raise what it was refused with."""
         limit = command.wait + CALL_TIMEOUT_S if timeout is None else timeout
+        end = getattr(self._bounds, "end", None)
+        if end is not None:
+            limit = min(limit, max(end() - time.monotonic(), 0.0) + SLACK_S)
         deadline = time.monotonic() + limit
         for _ in range(3):
             answer = self.endpoint.registry.call(command, timeout=max(deadline - time.monotonic(), 0.1))
@@ -247,6 +255,17 @@ class Member:
         if kind is not None and not isinstance(result, kind):
             raise errors.CorruptRecord(f"the registry answered {type(command).__name__} with {type(result).__name__}")
         return result  # type: ignore[return-value]
+
+    @contextmanager
+    def bounded(self, end: Callable[[], float]) -> Iterator[None]:
+        """The body is a call that ends by ``end()``, on the monotonic clock: what it asks of a registry that is away ends
+        soon after that. Of this thread only."""
+        outer = getattr(self._bounds, "end", None)
+        self._bounds.end = end
+        try:
+            yield
+        finally:
+            self._bounds.end = outer
 
     def beat(self) -> None:
         """Called by the lease thread. A registry that is away is no fault of ours: the next beat tells it again."""

@@ -10,7 +10,7 @@ MxRLError
 |              StartTimeout
 |              HoldTimeout
 |              CallTimeout
-|              Busy
+|              Busy -- Paused
 |-- fix input: InvalidArgument
 |              TensorUnavailable
 |              NameCollision
@@ -104,6 +104,10 @@ class Busy(MxRLError, RuntimeError):
     """For a ``before_install`` hook to raise when the engine cannot stop yet: it is called again until the deadline."""
 
 
+class Paused(Busy):
+    """The subscriber was paused, and writes nothing until ``resume``."""
+
+
 class InvalidArgument(MxRLError, ValueError):
     """An argument is wrong; the message says which, what it got and what it takes."""
 
@@ -150,7 +154,7 @@ class AliasConflict(LayoutMismatch):
 
 
 class ReplicaMismatch(LayoutMismatch):
-    """Copies of one box differ between ranks."""
+    """Copies of one box differ between ranks. Fields: ``ranks``, ``version``, ``tensors`` (names, as far as known)."""
 
 
 class StepMismatch(MxRLError, ValueError):

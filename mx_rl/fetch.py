@@ -12,6 +12,7 @@ import numpy as np
 
 from mx_rl.errors import CorruptRecord, InvalidArgument, MxRLError, PeerLost, VersionGone
 from mx_rl.landing import Landing
+from mx_rl.patience import Patience
 from mx_rl.plan import Part, Plan
 from mx_rl.records import EndpointRecord, Holder, Source, VersionRecord
 from mx_rl.transport.base import Flow, Windows
@@ -23,13 +24,17 @@ _NAP_S = (0.00005, 0.001)
 
 @dataclass(frozen=True)
 class Supplier:
-    """One source and the windows of the stage that it can fill. ``part`` None: a peer, whose stage equals ours."""
+    """One source and the windows of the stage that it can fill. ``part`` None: a peer, whose stage equals ours.
+
+    Suppliers of one ``group`` hold the same boxes, and share its windows; of peers each is a group of its own.
+    """
 
     label: str
     source: Source
     first: int
     last: int  # exclusive
     part: Part | None
+    group: tuple[str, int]
 
     @property
     def windows(self) -> range:
@@ -41,7 +46,7 @@ def suppliers(
 ) -> list[Supplier]:
     """Who can fill which windows, in the order of ``kinds`` ("peer", "trainer"). Raises CorruptRecord where a record names
     fewer sources than it has ranks."""
-    ranks = max((part.rank for part in plan.parts), default=-1) + 1
+    ranks = max((source.rank for part in plan.parts for source in (part, *part.copies)), default=-1) + 1
     if len(record.sources) < ranks or any(len(holder.sources) <= rank for holder in holders):
         raise CorruptRecord(
             f"version {record.number} is told with {len(record.sources)} trainer sources where {ranks} are needed, and "
@@ -51,13 +56,22 @@ def suppliers(
     found: list[Supplier] = []
     for kind in kinds:
         if kind == "peer":
-            found += [Supplier(f"peer:{holder.replica}", holder.sources[rank], 0, total, None) for holder in holders]
+            found += [_peer(holder.replica, holder.sources[rank], total) for holder in holders]
         elif kind == "trainer":
             found += [
-                Supplier(f"trainer:{part.rank}", record.sources[part.rank], part.windows.start, part.windows.stop, part)
-                for part in plan.parts
+                _trainer(part, record.sources[part.rank], owner.windows.start)
+                for owner in plan.parts
+                for part in (owner, *owner.copies)
             ]
     return found
+
+
+def _peer(replica: str, source: Source, total: int) -> Supplier:
+    return Supplier(f"peer:{replica}", source, 0, total, None, ("peer:" + replica, 0))
+
+
+def _trainer(part: Part, source: Source, group: int) -> Supplier:
+    return Supplier(f"trainer:{part.rank}", source, part.windows.start, part.windows.stop, part, ("trainer", group))
 
 
 @dataclass
@@ -82,7 +96,8 @@ class Haul:
 
 
 class Fetch:
-    """One attempt. ``replace`` gives a fresh landing when bytes may still arrive late in the present one."""
+    """One attempt. ``replace`` gives a fresh landing when bytes may still arrive late in the present one; ``moved`` is told how
+    many windows are here."""
 
     def __init__(
         self,
@@ -93,7 +108,8 @@ class Fetch:
         haul: Haul,
         lookup: Callable[[str], EndpointRecord],
         replace: Callable[[Landing], Landing],
-        stall_s: float,
+        patience: Patience,
+        moved: Callable[[int], None],
     ) -> None:
         self._plan = plan
         self._progress = progress
@@ -101,13 +117,14 @@ class Fetch:
         self._haul = haul
         self._lookup = lookup
         self._replace = replace
-        self._stall_s = stall_s
+        self._patience = patience
+        self._moved = moved
         self._flows: dict[Supplier, Flow] = {}
         self._assigned: dict[Supplier, set[int]] = {}  # windows that this supplier has been given and not confirmed
         self._moved_at: dict[Supplier, float] = {}
         self._prefix = 0
 
-    def run(self, deadline: float) -> None:
+    def run(self) -> None:
         """Return when every window is confirmed.
 
         Raises VersionGone when a window has no source left and one of them said that the version is gone, PeerLost when
@@ -118,10 +135,13 @@ class Fetch:
         try:
             self._assign(set(range(len(self._plan.window_bounds))) - self._progress.confirmed)
             while self._flows:
+                self._patience.check()
                 if self._step():
                     nap = _NAP_S[0]
+                    if self._patience.over:  # progress grants time, a deadline for the whole does not
+                        raise PeerLost("the deadline for the whole passed while bytes arrived", peer="")
                     continue
-                if time.monotonic() > deadline:
+                if self._patience.over:
                     waiting = ", ".join(sorted(supplier.label for supplier in self._flows))
                     raise PeerLost(f"the deadline passed while bytes from {waiting} were on their way", peer=waiting)
                 time.sleep(nap)
@@ -145,10 +165,9 @@ class Fetch:
                 moved = True
                 self._moved_at[supplier] = now
                 self._confirm(supplier, confirmed)
-            elif now - self._moved_at[supplier] > self._stall_s:
-                self._fail(
-                    supplier, PeerLost(f"{supplier.label} moved no byte for {self._stall_s} s", peer=supplier.label)
-                )
+            elif now - self._moved_at[supplier] > self._patience.stall_s:
+                stalled = f"{supplier.label} moved no byte for {self._patience.stall_s} s"
+                self._fail(supplier, PeerLost(stalled, peer=supplier.label))
                 return True
             if flow.done:
                 flow.close()
@@ -165,6 +184,8 @@ class Fetch:
             low, high = self._plan.window_bounds[window]
             self._haul.served_by[supplier.label] += int(high - low)
         self._raise_watermark()
+        self._patience.moved()
+        self._moved(len(self._progress.confirmed))
 
     def _raise_watermark(self) -> None:
         while self._prefix in self._progress.confirmed:
@@ -175,29 +196,38 @@ class Fetch:
     # ---- who gives what
 
     def _assign(self, wanted: set[int]) -> None:
-        """Start flows for ``wanted`` at the first supplier that has each window."""
+        """Start flows for ``wanted`` at the first suppliers that have each window; copies of one part take turns."""
         while wanted:
-            supplier = next((one for one in self._suppliers if not wanted.isdisjoint(one.windows)), None)
-            if supplier is None:
+            first = next((one for one in self._suppliers if not wanted.isdisjoint(one.windows)), None)
+            if first is None:
                 raise self._exhausted(wanted)
-            mine = wanted.intersection(supplier.windows)
-            self._assigned.setdefault(supplier, set()).update(mine)
+            mine = wanted.intersection(first.windows)
             wanted = wanted.difference(mine)
-            if supplier in self._flows:
-                continue
+            copies = [one for one in self._suppliers if one.group == first.group]
+            for turn, supplier in enumerate(copies):
+                share = {window for window in mine if window % len(copies) == turn}
+                if share:
+                    wanted |= self._give(supplier, share)
+
+    def _give(self, supplier: Supplier, windows: set[int]) -> set[int]:
+        """Returns the windows that come back where the supplier cannot be reached."""
+        self._assigned.setdefault(supplier, set()).update(windows)
+        if supplier not in self._flows:
             try:
                 self._start(supplier)
             except MxRLError as exc:
-                wanted |= self._assigned.pop(supplier)
-                self._refuse(supplier, exc)
+                self._refuse([supplier], exc)
+                return self._assigned.pop(supplier)
+        return set()
 
     def _start(self, supplier: Supplier) -> None:
         source = supplier.source
         landing = self._progress.landing
         record = self._lookup(source.agent)
-        route = landing.known(source.agent, source.region, self._progress.order)
+        order = f"{self._progress.order}/{supplier.first}"  # one agent may be a copy of several parts
+        route = landing.known(source.agent, source.region, order)
         if route is None:
-            route = landing.route(record, source.region, self._progress.order, self._windows(supplier, record))
+            route = landing.route(record, source.region, order, self._windows(supplier, record))
         windows = sorted(self._assigned[supplier])
         self._flows[supplier] = route.start(source.generation, [window - supplier.first for window in windows])
         self._moved_at[supplier] = time.monotonic()
@@ -221,12 +251,13 @@ class Fetch:
         )
 
     def _fail(self, supplier: Supplier, error: MxRLError) -> None:
-        """Take the supplier out and give its open windows to another; if bytes may come late, leave the landing
+        """Take the supplier's process out and give its open windows to another; if bytes may come late, leave the landing
         first."""
-        flow = self._flows.pop(supplier)
-        clean = flow.close()
-        lost = self._assigned.pop(supplier)
-        self._refuse(supplier, error)
+        agent = supplier.source.agent
+        these = [one for one in self._suppliers if one.source.agent == agent]  # one for each part that it has
+        clean = all([flow.close() for flow in (self._flows.pop(one, None) for one in these) if flow is not None])
+        lost = {window for one in these for window in self._assigned.pop(one, ())}
+        self._refuse(these, error)
         if not clean:
             for windows in self._assigned.values():
                 lost |= windows
@@ -234,16 +265,17 @@ class Fetch:
             self._close_flows()
             self._isolate()
         elif isinstance(error, PeerLost):
-            self._progress.landing.drop(supplier.source.agent)
+            self._progress.landing.drop(agent)
         self._assign(lost)
 
-    def _refuse(self, supplier: Supplier, error: MxRLError) -> None:
-        log.warning("%s is out: %s", supplier.label, error)
-        self._haul.refused[supplier.label] = f"{type(error).__name__}: {error}"
+    def _refuse(self, these: Sequence[Supplier], error: MxRLError) -> None:
+        label, agent = these[0].label, these[0].source.agent
+        log.warning("%s is out: %s", label, error)
+        self._haul.refused[label] = f"{type(error).__name__}: {error}"
         self._haul.retries += 1
-        if isinstance(error, PeerLost):
-            self._haul.dead.append(supplier.source.agent)
-        self._suppliers = [one for one in self._suppliers if one is not supplier]
+        if isinstance(error, PeerLost) and agent not in self._haul.dead:
+            self._haul.dead.append(agent)
+        self._suppliers = [one for one in self._suppliers if one not in these]
 
     def _exhausted(self, wanted: set[int]) -> MxRLError:
         reasons = (

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from mx_rl.columns import Ints, Packer, Unpacker, expand, groups, ints, starts_of
+from mx_rl.columns import Flags, Ints, Packer, Unpacker, expand, groups, ints, starts_of
 from mx_rl.errors import InvalidArgument, layout_mismatch
 from mx_rl.patterns import Patterns, find_patterns
 from mx_rl.table import ALIGN, DTYPE_CODES, DTYPE_NAMES, Boxes, Table, align, check, check_inside, widen, within
@@ -89,6 +89,10 @@ class RankLayout:
         nbytes = size.prod(axis=1) * table.itemsize[tensor]
         offset = starts_of(align(nbytes))[:-1]
         return cls(table, counts, Boxes(tensor=tensor, lo=lo, size=size, offset=offset, nbytes=nbytes))
+
+    def only(self, kept: Flags) -> RankLayout:
+        """This layout with every box but those ``kept`` made empty: names, aliases and the number of boxes stay."""
+        return self._packed(self.table, self.counts, self.boxes.lo, np.where(kept[:, None], self.boxes.size, 0))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -259,6 +263,21 @@ class WorldLayout:
     def box_starts(self) -> Ints:
         """First box of each tensor in ``boxes`` and ``offsets``, and the end."""
         return starts_of(self.patterns.counts[self.pattern_of])
+
+    @property
+    def copy_sets(self) -> tuple[tuple[int, ...], ...]:
+        """The distinct sets of ranks that hold one and the same box: all elements are there while a rank of each lives."""
+        return self.patterns.copy_sets
+
+    @property
+    def replicated(self) -> bool:
+        """Some box is held by several ranks."""
+        return any(len(ranks) > 1 for ranks in self.copy_sets)
+
+    def offset_at(self, tensor: Ints, row: Ints) -> Ints:
+        """Where boxes lie in their rank's arena: by tensor and row of its pattern."""
+        found: Ints = self.offsets[self.box_starts[tensor] + row - self.patterns.starts[self.pattern_of[tensor]]]
+        return found
 
     @cached_property
     def boxes(self) -> WorldBoxes:

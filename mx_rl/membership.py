@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
-
 from mx_rl.claim import name_ranks
 from mx_rl.endpoint import Member, seat_key
 from mx_rl.errors import IncompleteVersion, SeatTaken
 from mx_rl.layout import RankLayout
+from mx_rl.patience import Patience
 from mx_rl.ranks import Ranks
 from mx_rl.records import Join, ReplicaSeats, encode
 from mx_rl.staging import Staging
-
-_POLL_S = 10.0
 
 
 class Membership:
@@ -64,25 +61,30 @@ class Membership:
             self._staging.layout = layout
             self.join()
 
-    def meet(self, deadline: float) -> bool:
+    @property
+    def met(self) -> bool:
+        """All ranks have joined, and those who must talk are connected."""
+        return self._ranks.ranks == 1 or (self._seats is not None and self._seats.open and self._ranks.connected)
+
+    def meet(self, patience: Patience) -> bool:
         """All ranks have joined, and those who must talk are connected. True where another process took a rank's seat
         since the last call, or a rank is amiss. Raises IncompleteVersion with who has not joined."""
         ranks = self._ranks
         if ranks.ranks == 1:
             return False
         renewed = ranks.newcomers()
-        while self._seats is None or not self._seats.open or not ranks.connected:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                missing = [rank for rank, agent in enumerate(self._seats.agents if self._seats else ()) if not agent]
+        while not self.met:
+            patience.check()
+            seats = self.join(wait=patience.poll())
+            if seats.open:
+                ranks.connect(seats, self._member)
+            elif patience.over:
+                missing = [rank for rank, agent in enumerate(seats.agents) if not agent]
                 raise IncompleteVersion(
                     f"replica {self.replica!r}: rank(s) {name_ranks(missing)} of {ranks.ranks} have not joined",
                     version=None,
                     missing=missing,
                 )
-            seats = self.join(wait=min(left, _POLL_S))
-            if seats.open:
-                ranks.connect(seats, self._member)
         return renewed
 
     def _announce(self) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -50,6 +51,47 @@ class Patterns:
     def owned_starts(self) -> Ints:
         """Per pattern, where its rows begin in ``owned``, and the end."""
         return np.searchsorted(self.owned, self.starts).astype(np.int64)
+
+    @cached_property
+    def copy_sets(self) -> tuple[tuple[int, ...], ...]:
+        """The distinct sets of ranks that hold one and the same box, each ascending, in ascending order."""
+        return tuple(sorted(set(self._holders.values())))
+
+    @cached_property
+    def copy_set(self) -> Ints:
+        """For every row, its box's entry in ``copy_sets``."""
+        index = {ranks: i for i, ranks in enumerate(self.copy_sets)}
+        found = np.zeros(len(self.rank), np.int64)
+        for owner, ranks in self._holders.items():
+            found[owner] = index[ranks]
+        return found[self.owner_row]
+
+    @cached_property
+    def _by_owner(self) -> Ints:
+        """Rows by box, the boxes by their owner's row, and then by rank."""
+        return np.lexsort((self.rank, self.owner_row))
+
+    @cached_property
+    def _holders(self) -> dict[int, tuple[int, ...]]:
+        """By owner's row, the ranks that hold the box."""
+        owner, ranks = self.owner_row[self._by_owner], self.rank[self._by_owner].tolist()
+        edges = [*np.flatnonzero(groups(owner)).tolist(), len(ranks)]
+        return {
+            int(owner[a]): (ranks[a],) if b - a == 1 else tuple(dict.fromkeys(ranks[a:b]))
+            for a, b in itertools.pairwise(edges)
+        }
+
+    def rows_at(self, rows: Ints, rank: int) -> Ints:
+        """The rows of boxes equal to those of ``rows`` that ``rank`` holds; it must hold each."""
+        return self._by_owner[np.searchsorted(self._keys, self.owner_row[rows] * self._span + rank)]
+
+    @cached_property
+    def _span(self) -> int:
+        return int(self.rank.max(initial=0)) + 1
+
+    @cached_property
+    def _keys(self) -> Ints:
+        return self.owner_row[self._by_owner] * self._span + self.rank[self._by_owner]
 
     def problems(self) -> tuple[dict[int, str], dict[int, str]]:
         """By pattern: an overlap, or elements that no box covers, in words."""

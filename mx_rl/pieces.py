@@ -112,6 +112,9 @@ class Cuttings:
 
     pieces: Pieces
     rank: Ints  # the owner of the source box
+    copies: Ints  # which ranks hold equal boxes: index into WorldLayout.copy_sets
+    row: Ints  # of the source box in the world's patterns
+    first: Ints  # byte of the source box with which the piece begins
     source: Ints  # offset of the piece's first byte in that rank's arena
     whole: Ints  # [n, D] size of the source box
     alias_checks: tuple[AliasCheck, ...]
@@ -135,14 +138,14 @@ def find_pieces(world: WorldLayout, target: RankLayout, links: Links) -> Cutting
     entry, position = expand(counts[case])
     meet = starts_of(counts)[case[entry]] + position
     tensor = tensor[entry]
-    place = world.box_starts[tensor] + meets.row[meet] - cutting.starts[world.pattern_of[tensor]]
-    source = world.offsets[place] + meets.first[meet] * world.table.itemsize[tensor]
-    rank = cutting.rank[meets.row[meet]]
+    first = meets.first[meet] * world.table.itemsize[tensor]
+    source = world.offset_at(tensor, meets.row[meet]) + first
+    rank, copies = cutting.rank[meets.row[meet]], cutting.copy_set[meets.row[meet]]
     turn = (rank - int(target.hash[:15], 16)) % world.world_size
-    order = np.lexsort((source, turn))
+    order = np.lexsort((source, copies, turn))
     new = groups(turn[order], source[order])
     if not new.all():  # boxes that begin at one byte: the same bytes wanted twice, or another size
-        order = np.lexsort((entry, *meets.size[meet].T, source, turn))
+        order = np.lexsort((entry, *meets.size[meet].T, source, copies, turn))
         new = groups(turn[order], source[order], meets.size[meet[order]])
     chosen = order[new]
     piece = np.empty(len(order), np.int64)
@@ -169,6 +172,9 @@ def find_pieces(world: WorldLayout, target: RankLayout, links: Links) -> Cutting
     return Cuttings(
         pieces=pieces,
         rank=rank[chosen],
+        copies=copies[chosen],
+        row=meets.row[meet[chosen]],
+        first=first[chosen],
         source=source[chosen],
         whole=widen(cutting.size[meets.row[meet[chosen]]], width, 1),
         alias_checks=tuple(checks),

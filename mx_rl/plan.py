@@ -1,7 +1,8 @@
 """Plans: the byte runs that fill one rank's stage from a world's arenas. Pure, made once per pair of layouts.
 
 A stage is laid out in plan order: by the owner of each box, owners rotated to begin at a number from the target's hash
-(so that the ranks of a replica start at different sources), inside an owner by arena offset.
+(so that the ranks of a replica start at different sources), inside an owner by the set of ranks that hold the box, then by
+arena offset. A part is what one such set holds, so that whichever of its ranks dies, another fills the same windows.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ import numpy as np
 from mx_rl.columns import Ints, groups, ints
 from mx_rl.errors import InvalidArgument, layout_mismatch
 from mx_rl.layout import RankLayout, WorldLayout
-from mx_rl.pieces import AliasCheck, Destination, Links, Piece, Pieces, find_pieces
+from mx_rl.pieces import AliasCheck, Cuttings, Destination, Links, Piece, Pieces, find_pieces
 from mx_rl.runs import byte_runs, cut
 from mx_rl.table import ALIGN, DTYPE_NAMES, widen
 from mx_rl.tensors import matches, patterns
 
 __all__ = ["AliasCheck", "Destination", "Part", "Piece", "Pieces", "Plan", "make_plan"]
+
+
+MAX_COPIES = 4
+"""Ranks that a part may be read from: its owner and so many others less one, spread over those that hold it."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -33,6 +38,7 @@ class Part:
     runs: Ints  # [n, 3]: stage offset, source offset, nbytes; grouped by window
     starts: Ints  # window i of the part is runs[starts[i]:starts[i + 1]]
     needs: Ints  # per window: how many of the source's windows must be confirmed
+    copies: tuple[Part, ...] = ()  # the same windows from other ranks that hold the same boxes
 
     @property
     def nbytes(self) -> int:
@@ -49,7 +55,7 @@ class Plan:
     stage_nbytes: int
     pieces: Pieces
     alias_checks: tuple[AliasCheck, ...]
-    parts: tuple[Part, ...]  # in stage order: only ranks that are read from
+    parts: tuple[Part, ...]  # in stage order: only owners of what is read
     window_bounds: Ints  # [windows, 2]: stage bytes (lo, hi) of each window of the plan
 
     @property
@@ -92,15 +98,19 @@ def make_plan(
     links = _link(world, target, replica, strict=strict, allow_missing=patterns("allow_missing", allow_missing))
     found = find_pieces(world, target, links)
     pieces, itemsize = found.pieces, world.table.itemsize[found.pieces.tensor]
-    owner, runs = byte_runs(found.rank, pieces.offset, found.source, pieces.size, found.whole, itemsize)
+    part_of = found.rank * len(world.copy_sets) + found.copies
     parts: list[Part] = []
     bounds = [np.zeros((0, 2), np.int64)]
-    edges = [*np.flatnonzero(groups(owner)).tolist(), len(owner)]
+    edges = [*np.flatnonzero(groups(part_of)).tolist(), len(part_of)]
+    owner, runs = byte_runs(part_of, pieces.offset, found.source, pieces.size, found.whole, itemsize)
+    ends = [*np.flatnonzero(groups(owner)).tolist(), len(owner)]
     done = 0
-    for begin, end in itertools.pairwise(edges):
+    for (begin, end), (first, last) in zip(itertools.pairwise(ends), itertools.pairwise(edges), strict=True):
         rows, starts, needs, cuts = cut(runs[begin:end], window_bytes)
         windows = range(done, done + len(needs))
-        parts.append(Part(rank=int(owner[begin]), windows=windows, runs=rows, starts=starts, needs=needs))
+        copies = _copies(world, found, slice(first, last), windows, window_bytes)
+        rank = int(found.rank[first])
+        parts.append(Part(rank=rank, windows=windows, runs=rows, starts=starts, needs=needs, copies=copies))
         bounds.append(cuts)
         done = windows.stop
     window_bounds = np.concatenate(bounds)
@@ -114,6 +124,29 @@ def make_plan(
         parts=tuple(parts),
         window_bounds=window_bounds,
     )
+
+
+def _copies(world: WorldLayout, found: Cuttings, these: slice, windows: range, window_bytes: int) -> tuple[Part, ...]:
+    """The windows of these pieces as other ranks can fill them."""
+    others = world.copy_sets[int(found.copies[these.start])][1:]
+    wanted = min(len(others), MAX_COPIES - 1)
+    tensor, row = found.pieces.tensor[these], found.row[these]
+    itemsize = world.table.itemsize[tensor]
+    parts = []
+    for turn in range(wanted):
+        rank = others[len(others) * (2 * turn + 1) // (2 * wanted)]
+        source = world.offset_at(tensor, world.patterns.rows_at(row, rank)) + found.first[these]
+        _, runs = byte_runs(
+            found.rank[these],
+            found.pieces.offset[these],
+            source,
+            found.pieces.size[these],
+            found.whole[these],
+            itemsize,
+        )
+        rows, starts, needs, _ = cut(runs, window_bytes)
+        parts.append(Part(rank=rank, windows=windows, runs=rows, starts=starts, needs=needs))
+    return tuple(parts)
 
 
 def _link(

@@ -15,17 +15,19 @@ from types import TracebackType
 from typing import Any
 
 from mx_rl.claim import Claimant, name_ranks
-from mx_rl.commits import Commits, aborted
+from mx_rl.commits import Commits
 from mx_rl.config import Options
 from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, seat_key, unique_name
 from mx_rl.errors import IncompleteVersion, InvalidArgument, RegistryLost
 from mx_rl.layout import RankLayout
+from mx_rl.partners import Snapshot
 from mx_rl.records import AwaitFree, AwaitInstalled, Commit, Free, Installs, Seat, Source, encode
 from mx_rl.registry import Registry
 from mx_rl.reports import Receipt, Version
 from mx_rl.ring import Ring, Slot
 from mx_rl.seat import find_seat
-from mx_rl.tensors import Shard, Tensors, resolve
+from mx_rl.tensors import Tensors, resolve
+from mx_rl.twins import run
 
 log = logging.getLogger("mx_rl")
 
@@ -38,7 +40,8 @@ class Publisher:
     ``rank``, ``world_size`` and ``world`` are read from torch.distributed or torchrun where there is one; else a single
     rank is a world of its own. ``slots`` versions are kept in registered memory (two or more). ``wire_dtype`` is a
     dtype or
-    ``{pattern: dtype}``. ``start_after=n`` makes the first version of this world larger than n.
+    ``{pattern: dtype}``. ``start_after=n`` makes the first version of this world larger than n. Of boxes that several
+    ranks hold two keep a copy each, which must be equal (ReplicaMismatch).
 
     Live at once; ``close`` is idempotent. Raises InvalidArgument, TensorUnavailable, LayoutMismatch; SeatTaken where
     another living process has this seat.
@@ -111,30 +114,36 @@ class Publisher:
         After ``timeout`` seconds: IncompleteVersion, naming the ranks that have not claimed or not committed. Also
         raises TensorUnavailable, LayoutMismatch, InvalidArgument (metadata over 64 KiB), Fenced, RegistryLost.
         """
-        with self._publishing:
+        begun = time.monotonic()
+        deadline = begun + timeout
+        with self._publishing, self._member.bounded(lambda: deadline):
             check_open(self._closed, f"Publisher({self.policy!r})")
             if stream is not None:
                 raise InvalidArgument("publish(stream=...) is not in this release: give Publisher the tensors")
-            begun = time.monotonic()
-            deadline = begun + timeout
             epoch = self._count_call(deadline)
             key = (epoch.epoch, self._k)
             try:
                 self._commits.raise_failure()
                 extra = _metadata_bytes(metadata)
                 tensors = resolve(self._tensors)
-                ring = self._ring_for(tensors)
+                holds = RankLayout.of(tensors, wire_dtype=self._wire_dtype)
+                layout, known = self._commits.partners.share_of(holds, epoch.epoch)
+                ring = self._ring_for(layout)
                 resolved = time.monotonic()
                 slot = self._take_slot(ring, deadline)
                 taken = time.monotonic()
                 source = ring.snapshot(slot, tensors)
                 slot.key = key
+                checked = self._commits.partners.check(known, self._k, tensors)
             except BaseException as exc:
                 self._commits.submit(self._commit(epoch, error=f"{type(exc).__name__}: {exc}"), epoch.base + self._k)
                 raise
             copied = time.monotonic()
             number = epoch.base + self._k
-            self._commits.submit(self._commit(epoch, step=step, ring=ring, source=source, metadata=extra), number)
+            commit = self._commit(epoch, step=step, ring=ring, holds=holds, source=source, metadata=extra)
+            block = ring.served.arena.blocks[slot.index]
+            shot = Snapshot(holds=holds, layout=layout, block=block, known=known, checked=checked)
+            self._commits.submit(commit, number, shot)
             return Version(
                 number=number,
                 epoch=epoch.epoch,
@@ -149,23 +158,24 @@ class Publisher:
         """Wait until replicas run ``version`` or a newer one: None for the members at READY, 0 for READY only, n for
         any n.
 
-        Returns, never raises, on expiry. Raises VersionAborted or StepMismatch for a version that was given up, and
-        what its commit on this rank failed with.
+        Returns, never raises, on expiry. Raises VersionAborted, StepMismatch or ReplicaMismatch for a version that was
+        given up, and what its commit on this rank failed with.
         """
         check_open(self._closed, f"Publisher({self.policy!r})")
         deadline = time.monotonic() + timeout
         number = version.number if isinstance(version, Version) else version
         key = self._commits.key_of(number)
-        if key is not None:
-            outcome = self._commits.settle(key, deadline)
-            if outcome.state == "aborted":
-                self._commits.raise_failure()
-                raise aborted(outcome)
-            number = outcome.number or number
-        left = max(deadline - time.monotonic(), 0)
-        done = self._member.ask(
-            AwaitInstalled(policy=self.policy, number=number, replicas=replicas, wait=left), Installs
-        )
+        with self._member.bounded(lambda: deadline):
+            if key is not None:
+                outcome = self._commits.settle(key, deadline)
+                if outcome.state == "aborted":
+                    self._commits.raise_failure()
+                    raise self._commits.aborted(key, outcome)
+                number = outcome.number or number
+            left = max(deadline - time.monotonic(), 0)
+            done = self._member.ask(
+                AwaitInstalled(policy=self.policy, number=number, replicas=replicas, wait=left), Installs
+            )
         return Receipt(
             version=done.number,
             ready=done.ready,
@@ -173,6 +183,23 @@ class Publisher:
             failed=dict(done.failed),
             missing=done.missing,
         )
+
+    async def async_publish(
+        self, step: int | None = None, metadata: Mapping[str, Any] | None = None, *, timeout: float = 30.0
+    ) -> Version:
+        """``publish`` on a thread of its own. A publish counts on all ranks once it is begun: cancelled, it is finished all
+        the same, within its ``timeout``, and the version is returned as if nothing had been cancelled."""
+        return await run(lambda: self.publish(step, metadata, timeout=timeout), stop=lambda: False)
+
+    async def async_wait(
+        self, version: Version | int, *, replicas: int | None = None, timeout: float = 60.0
+    ) -> Receipt:
+        """``wait`` on a thread of its own. Cancelled, it ends at once; nothing depends on it."""
+        return await run(lambda: self.wait(version, replicas=replicas, timeout=timeout))
+
+    async def async_latest(self) -> int | None:
+        """``latest`` on a thread of its own."""
+        return await run(lambda: self.latest)
 
     @property
     def latest(self) -> int | None:
@@ -238,6 +265,7 @@ class Publisher:
         *,
         step: int | None = None,
         ring: Ring | None = None,
+        holds: RankLayout | None = None,
         source: Source | None = None,
         metadata: bytes | None = None,
         error: str | None = None,
@@ -251,6 +279,7 @@ class Publisher:
             incarnation=self.incarnation,
             step=step,
             layout=ring.layout.hash if ring else "",
+            holds=holds.hash if ring and holds and holds.hash != ring.layout.hash else "",
             source=source,
             window_bytes=self.options.window_bytes,
             wire_bytes=ring.layout.nbytes if ring else 0,
@@ -280,11 +309,10 @@ class Publisher:
         self._member.put(ring.served.name, record)
         self._member.put(seat_key(self.incarnation), record)
 
-    def _ring_for(self, tensors: Mapping[str, tuple[Shard, ...]]) -> Ring:
-        """The ring of the present layout. Another layout gets another ring; the old slots live on until their readers
+    def _ring_for(self, layout: RankLayout) -> Ring:
+        """The ring of what is snapshotted. Another layout gets another ring; the old slots live on until their readers
         are done."""
         assert self._ring is not None
-        layout = RankLayout.of(tensors, wire_dtype=self._wire_dtype)
         if layout.hash != self._ring.layout.hash:
             self._retired.append(self._ring)
             self._ring = self._open_ring(layout)

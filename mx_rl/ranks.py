@@ -7,8 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from mx_rl.endpoint import Endpoint, Member, unique_name
 from mx_rl.errors import IncompleteVersion, MxRLError, PeerLost
+from mx_rl.patience import Patience
 from mx_rl.records import (
     AnyRankMessage,
     Decision,
@@ -16,8 +19,11 @@ from mx_rl.records import (
     Finished,
     Hello,
     Installed,
+    Moved,
+    Ready,
     ReplicaSeats,
     Round,
+    Shut,
     Source,
     Vote,
     decode,
@@ -29,7 +35,10 @@ from mx_rl.transport.base import Link
 log = logging.getLogger("mx_rl")
 
 _REPEAT_S = 0.25
+_SLICE_S = 0.1
 _COMPLAINT_S = 1.0
+_PROGRESS_S = 0.5
+"""How often a rank whose part is moving says how far it is."""
 
 
 class Ranks:
@@ -45,6 +54,7 @@ class Ranks:
         self._change = threading.Condition()
         self._links: dict[int, tuple[str, Link]] = {}  # rank -> (its agent, link)
         self._told: Round | None = None  # the round that is open, told again to who does not vote
+        self._told_at = 0.0  # when the progress of this rank's part was told last
         self._lost: set[int] = set()  # ranks whose process the transport reports dead
         self._served = endpoint.serve(f"{policy}-rank{rank}", 1, 64) if ranks > 1 else None
         self._receiver = None
@@ -89,7 +99,7 @@ class Ranks:
         self._send(0, amiss)
         self._wait(
             lambda: self.follower.heard or 0 in self._lost,
-            time.monotonic() + _COMPLAINT_S,
+            Patience(_COMPLAINT_S),
             lambda: self._send(0, amiss),
         )
 
@@ -114,21 +124,36 @@ class Ranks:
         with self._change:
             if self.rank == 0:
                 reply = self.leader.receive(message)
-                if reply is not None and isinstance(message, Hello | Vote | Installed):
+                if reply is not None and isinstance(message, Hello | Ready | Vote | Installed):
                     self._send(message.rank, reply)
             else:
                 self.follower.receive(message)
             self._change.notify_all()
 
-    def _wait(self, done: Callable[[], bool], deadline: float, repeat: Callable[[], None] | None = None) -> bool:
-        """Wait for messages until ``done``; ``repeat`` says again what was not answered."""
+    def _wait(
+        self,
+        done: Callable[[], bool],
+        patience: Patience,
+        repeat: Callable[[], None] | None = None,
+        progress: Callable[[], int] | None = None,
+    ) -> bool:
+        """Wait for messages until ``done``; ``repeat`` says again what was not answered. What makes ``progress`` grow grants
+        time anew."""
+        known = progress() if progress is not None else 0
+        repeated = time.monotonic()
         with self._endpoint.hurry(), self._change:
             while not done():
-                left = deadline - time.monotonic()
+                patience.check()
+                left = patience.left
                 if left <= 0:
                     return False
-                if not self._change.wait(min(left, _REPEAT_S)) and repeat is not None:
+                self._change.wait(min(left, _SLICE_S))
+                if repeat is not None and time.monotonic() - repeated > _REPEAT_S:
+                    repeated = time.monotonic()
                     repeat()
+                if progress is not None and progress() > known:
+                    known = progress()
+                    patience.moved()
         return True
 
     def close(self) -> None:
@@ -139,6 +164,19 @@ class Ranks:
             self._receiver.close()
         if self._served is not None:
             self._endpoint.unserve(self._served)
+
+    def tell_progress(self, number: int, windows: int, *, whole: bool = False) -> None:
+        """So many windows of this rank's part are here. Cheap: what nobody needs to hear yet is not sent."""
+        if self.ranks == 1 and not whole:
+            return
+        mine = Moved(round=number, rank=self.rank, windows=windows, whole=whole)
+        if self.rank == 0:
+            with self._change:
+                self.leader.receive(mine)
+                self._change.notify_all()
+        elif whole or time.monotonic() - self._told_at > _PROGRESS_S:
+            self._told_at = time.monotonic()
+            self._send(0, mine)
 
     # ---- rank 0
 
@@ -159,6 +197,63 @@ class Ranks:
             for rank in range(1, self.ranks):
                 self._send(rank, told)
         return told
+
+    def call_for(self, number: int) -> None:
+        """A call of rank 0 asks for the round that was fetched ahead: the calls of the others answer it now."""
+        with self._change:
+            told = self._told
+            if told is not None and told.ahead and told.round == number == self.leader.round:
+                self._told = told = msgspec.structs.replace(told, ahead=False)
+                for rank in range(1, self.ranks):
+                    self._send(rank, told)
+
+    def await_parts(self, number: int, patience: Patience) -> bool:
+        """Until every rank has staged its part. False where the round ended or a rank was lost before, or at the end."""
+
+        def over() -> bool:
+            leader = self.leader
+            return leader.round != number or leader.decision is not None or bool(leader.refusals or self._lost)
+
+        self._wait(lambda: over() or not self.leader.missing_parts, patience, progress=self._windows)
+        return not over() and not self.leader.missing_parts
+
+    def _windows(self) -> int:
+        return self.leader.progress.windows
+
+    def meet(self, patience: Patience) -> Decision | None:
+        """All ranks are ready, and shut their holds now: None. Else the decision that ended the round."""
+        with self._change:
+            self.leader.receive(Ready(round=self.leader.round, rank=0))
+
+        def again() -> None:
+            for rank in self.leader.not_ready:
+                if self._told is not None:
+                    self._send(rank, self._told)
+
+        def over() -> bool:
+            missing = self.leader.not_ready
+            return not missing or bool(self.leader.refusals) or bool(self._lost.intersection(missing))
+
+        self._wait(over, patience, again, self._windows)
+        with self._change:
+            if self.leader.not_ready or self.leader.refusals:
+                return self._end_round(self.leader.not_ready, "install")
+            shut = self.leader.call_shut()
+            for rank in range(1, self.ranks):
+                self._send(rank, shut)
+        return None
+
+    def _end_round(self, silent: Sequence[int], what: str) -> Decision:
+        """Decide, to commit only where all agreed, and tell it. ``silent`` are those whose ``what`` is missing."""
+        reasons = [f"rank {rank}: {reason}" for rank, reason in self.leader.refusals.items()]
+        silent = [rank for rank in silent if rank not in self.leader.refusals]
+        if silent and not reasons:
+            cause = "lost" if self._lost.intersection(silent) else "silent until the deadline"
+            reasons.append(f"no {what} from rank(s) {_list(silent)}: {cause}")
+        decision = self.leader.decide(self.leader.voted, "; ".join(reasons))
+        for rank in range(1, self.ranks):
+            self._send(rank, decision)
+        return decision
 
     @property
     def connected(self) -> bool:
@@ -185,31 +280,24 @@ class Ranks:
             found = [done.source for _, done in sorted(self.leader.installs.items())]
         return tuple(source for source in found if source is not None) if all(found) else ()
 
-    def collect_votes(self, own: Vote, deadline: float) -> Decision:
+    def collect_votes(self, own: Vote, patience: Patience) -> Decision:
         """Rank 0's vote and everybody's decision: to commit only if all agreed in time."""
         with self._change:
             self.leader.receive(own)
 
         def again() -> None:
             for rank in self.leader.missing_votes:
-                if self._told is not None:
-                    self._send(rank, self._told)
+                if self.leader.shut:
+                    self._send(rank, Shut(round=self.leader.round))
 
-        self._wait(
-            lambda: self.leader.voted or bool(self._lost.intersection(self.leader.missing_votes)), deadline, again
-        )
+        def over() -> bool:
+            return self.leader.voted or bool(self._lost.intersection(self.leader.missing_votes))
+
+        self._wait(over, patience, again)
         with self._change:
-            reasons = [f"rank {rank}: {reason}" for rank, reason in self.leader.refusals.items()]
-            silent = [rank for rank in self.leader.missing_votes if rank not in self.leader.refusals]
-            if not self.leader.voted:
-                cause = "lost" if self._lost.intersection(silent) else "silent until the deadline"
-                reasons.append(f"no vote from rank(s) {_list(silent)}: {cause}")
-            decision = self.leader.decide(self.leader.voted, "; ".join(reasons))
-            for rank in range(1, self.ranks):
-                self._send(rank, decision)
-        return decision
+            return self._end_round(self.leader.missing_votes, "vote")
 
-    def collect_installs(self, own: Installed, deadline: float) -> Finished:
+    def collect_installs(self, own: Installed, patience: Patience) -> Finished:
         with self._change:
             self.leader.receive(own)
 
@@ -218,7 +306,7 @@ class Ranks:
                 if self.leader.decision is not None:
                     self._send(rank, self.leader.decision)
 
-        self._wait(lambda: self._lost.issuperset(self.leader.missing_installs), deadline, again)
+        self._wait(lambda: self._lost.issuperset(self.leader.missing_installs), patience, again)
         with self._change:
             finished = self.leader.finish()
             for rank in range(1, self.ranks):
@@ -227,18 +315,62 @@ class Ranks:
 
     # ---- the other ranks
 
-    def next_round(self, deadline: float) -> Round:
+    def next_round(self, patience: Patience) -> Round:
         """The round that rank 0 fixed. IncompleteVersion, naming rank 0, when it fixed none in time."""
         greet = Hello(round=0, rank=self.rank, agent=self.agent)
         while self._wait(
-            lambda: self.follower.next_round is not None or 0 in self._lost, deadline, lambda: self._send(0, greet)
+            lambda: self.follower.next_round is not None or 0 in self._lost, patience, lambda: self._send(0, greet)
         ):
             with self._change:
-                if 0 in self._lost:
-                    raise PeerLost(f"rank 0 of replica {self._replica!r} is lost", peer=self._links[0][0])
+                self._check_leader()
                 if self.follower.next_round is not None:  # it may have been called off meanwhile
                     return self.follower.take()
-        raise IncompleteVersion(
+        raise self._waited_in_vain()
+
+    def await_offer(self, patience: Patience) -> bool:
+        """Rank 0 tells a version to stage. Takes nothing."""
+        return self._wait(lambda: self.follower.next_part is not None, patience)
+
+    def take_part(self) -> Round | None:
+        """The version to stage, where one is on offer still."""
+        with self._change:
+            return self.follower.take_part() if self.follower.next_part is not None else None
+
+    def take_nothing(self) -> Round | None:
+        """The answer "nothing newer" of a call of rank 0 that this rank has not answered yet."""
+        with self._change:
+            found = self.follower.next_round
+            return self.follower.take() if found is not None and found.record is None else None
+
+    def superseded(self, number: int) -> bool:
+        with self._change:
+            return self.follower.superseded(number)
+
+    def ready(self, number: int, patience: Patience) -> Decision | None:
+        """This rank is asked to install its part: None when it is to shut its holds, else the decision that ended the
+        round. IncompleteVersion, naming rank 0, at the end."""
+        mine = Ready(round=number, rank=self.rank)
+        follower = self.follower
+        self._send(0, mine)
+
+        def over() -> bool:
+            return follower.shut or follower.decision is not None or 0 in self._lost
+
+        found = self._wait(over, patience, lambda: self._send(0, mine), lambda: follower.windows)
+        if follower.decision is not None:
+            return follower.decision
+        if not found:
+            raise self._waited_in_vain()
+        if not follower.shut:
+            self._check_leader()
+        return None
+
+    def _check_leader(self) -> None:
+        if 0 in self._lost:
+            raise PeerLost(f"rank 0 of replica {self._replica!r} is lost", peer=self._links[0][0])
+
+    def _waited_in_vain(self) -> IncompleteVersion:
+        return IncompleteVersion(
             f"rank {self.rank} of replica {self._replica!r} waited in vain for rank 0's call: every rank of a replica "
             "calls sync() or stage(), and rank 0's call fixes the version",
             version=None,
@@ -248,15 +380,15 @@ class Ranks:
     def refuse(self, own: Vote) -> None:
         self._send(0, own)
 
-    def vote(self, own: Vote, deadline: float) -> Decision | None:
+    def vote(self, own: Vote, patience: Patience) -> Decision | None:
         """Send the vote; the decision, or None where it could not be learned."""
         self._send(0, own)
-        self._wait(lambda: self.follower.decision is not None or 0 in self._lost, deadline, lambda: self._send(0, own))
+        self._wait(lambda: self.follower.decision is not None or 0 in self._lost, patience, lambda: self._send(0, own))
         return self.follower.decision
 
-    def report_install(self, own: Installed, deadline: float) -> Finished | None:
+    def report_install(self, own: Installed, patience: Patience) -> Finished | None:
         self._send(0, own)
-        self._wait(lambda: self.follower.finished is not None or 0 in self._lost, deadline, lambda: self._send(0, own))
+        self._wait(lambda: self.follower.finished is not None or 0 in self._lost, patience, lambda: self._send(0, own))
         return self.follower.finished
 
 

@@ -84,6 +84,8 @@ class VersionRecord(_Base, kw_only=True):
     sources: tuple[Source, ...]  # by trainer rank
     wire_bytes: int
     metadata: bytes = b"{}"  # JSON, at most 64 KiB
+    # Every box lies at the ranks of one of these sets: whole while one of each lives. () where each rank is needed.
+    copies: tuple[tuple[int, ...], ...] = ()
     format: int = FORMAT
 
     @property
@@ -148,22 +150,27 @@ class Commit(Command, kw_only=True):
     incarnation: str
     step: int | None = None
     kind: str = "full"
-    layout: str = ""  # hash of this rank's layout
+    layout: str = ""  # hash of this rank's layout: what it has snapshotted
     source: Source | None = None
     window_bytes: int = 0
     wire_bytes: int = 0
     metadata: bytes | None = None  # rank 0 only
     error: str | None = None
+    holds: str = ""  # hash of the layout of all that it holds, where ``layout`` is a share of it; "" where it is all
+    basis: str = ""  # Outcome.basis that it knows its share and partners from; "" where it knows none
+    sums: dict[int, bytes] = {}  # by partner rank: of the boxes that both have snapshotted (``partners.py``)
 
 
 class Declare(Command, kw_only=True):
-    """Rank 0: these rank layouts, by rank, form the world layout under this hash (checked for coverage)."""
+    """Rank 0: these rank layouts, by rank, form the world layout under this hash (checked for coverage); ``copies`` as in
+    VersionRecord."""
 
     epoch: int
     nonce: int
     incarnation: str
     layouts: tuple[str, ...]
     world_layout: str
+    copies: tuple[tuple[int, ...], ...] = ()
 
 
 class Await(Command, kw_only=True):
@@ -226,11 +233,12 @@ class Ack(Command, kw_only=True):
     replica: str
     incarnation: str
     record: VersionRecord | None  # what is installed now
-    state: str  # "installed", "failed", "tainted", "discarded"
+    state: str  # "installed", "failed", "tainted", "discarded", or "staged": read whole, ``record`` runs on
     number: int = 0  # the version the round was about
     reason: str = ""
     held: tuple[Source, ...] = ()  # by rank: stages that hold ``record`` whole; () serves nothing
     previous: int = 0
+    seq: int = 0  # counts the acknowledgements of this incarnation: one that was overtaken is ignored; 0: not counted
 
 
 class Beat(Command, kw_only=True):
@@ -313,6 +321,10 @@ class Outcome(Result, kw_only=True):
     leased: tuple[int, ...] = ()  # older versions that are still leased: this set only shrinks
     record: VersionRecord | None = None  # once READY: what a publisher re-asserts to a registry that forgot
     steps: dict[str, int | None] = {}  # by rank: filled only where different (or missing) steps aborted it
+    basis: str = ""  # stands for the layouts of all that the ranks held, once all have committed
+    whole: bool = False  # every rank has snapshotted all that it held: shares can be told from the world layout
+    differ: tuple[int, ...] = ()  # ranks whose copies differ, where that aborted it
+    entries: tuple[int, ...] = ()  # which entries of the sums of the first two differ
 
 
 class Installs(Result, kw_only=True):
@@ -401,6 +413,25 @@ class Round(RankMessage, kw_only=True):
     trainer: bool = True
     holders: tuple[Holder, ...] = ()
     full: bool = False  # install even if this version is installed (healing)
+    ahead: bool = False  # a prefetch: no call of rank 0 asks for it yet; told again without this when one does
+
+
+class Moved(RankMessage, kw_only=True):
+    """How far a rank's part is, so that whoever waits for it sees progress. From rank 0: the sum over all ranks."""
+
+    rank: int
+    windows: int
+    whole: bool = False  # it lies whole in the stage
+
+
+class Ready(RankMessage, kw_only=True):
+    """A rank has staged its part and was asked to install it."""
+
+    rank: int
+
+
+class Shut(RankMessage, kw_only=True):
+    """All ranks are ready: each shuts its holds and votes."""
 
 
 class Vote(RankMessage, kw_only=True):
@@ -426,7 +457,7 @@ class Finished(RankMessage, kw_only=True):
     reason: str = ""
 
 
-AnyRankMessage = Hello | Round | Vote | Decision | Installed | Finished
+AnyRankMessage = Hello | Round | Moved | Ready | Shut | Vote | Decision | Installed | Finished
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mx_rl.endpoint import Member, seat_key
@@ -15,6 +15,7 @@ from mx_rl.errors import MxRLError, RegistryLost, VersionGone
 from mx_rl.fetch import Fetch, Haul, Progress, suppliers
 from mx_rl.landing import Landing
 from mx_rl.layout import RankLayout, WorldLayout
+from mx_rl.patience import Patience
 from mx_rl.plan import Plan, make_plan
 from mx_rl.records import Dead, ReplicaSeats, Round, Source, VersionRecord, encode
 
@@ -29,6 +30,7 @@ class Cargo:
     plan: Plan
     landing: Landing
     haul: Haul
+    layout: str  # hash of the rank layout that it was planned for
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -88,8 +90,8 @@ class Staging:
         if self._world is not None:
             self._member.put(*self._world)
 
-    def load(self, told: Round, seats: ReplicaSeats | None, deadline: float) -> Cargo:
-        """Bring the version of this round into the stage.
+    def load(self, told: Round, seats: ReplicaSeats | None, patience: Patience, moved: Callable[[int], None]) -> Cargo:
+        """Bring the version of this round into the stage; ``moved`` is told how many windows are here.
 
         Raises LayoutMismatch and its kinds before a byte moves; VersionGone, PeerLost, RegistryLost where sources fail.
         """
@@ -97,13 +99,18 @@ class Staging:
         begun = time.monotonic()
         plan = self._plan(told.record, seats)
         planned = time.monotonic()
-        cargo = self._move(told, told.record, plan, deadline)
+        cargo = self._move(told, told.record, plan, patience, moved)
         cargo.seconds |= {"plan": planned - begun, "move": time.monotonic() - planned}
         return cargo
 
     def close(self) -> None:
         for landing in (*self._quarantine, self.landing):
             landing.close()
+
+    def take_dead(self) -> tuple[str, ...]:
+        """Agents that were found dead since the last call, to be told with a resolve."""
+        dead, self.dead = tuple(self.dead), []
+        return dead
 
     # ---- plan
 
@@ -134,7 +141,9 @@ class Staging:
 
     # ---- move
 
-    def _move(self, told: Round, record: VersionRecord, plan: Plan, deadline: float) -> Cargo:
+    def _move(
+        self, told: Round, record: VersionRecord, plan: Plan, patience: Patience, moved: Callable[[int], None]
+    ) -> Cargo:
         landing = self._landing_for(plan)
         order = f"{record.layout}/{self.layout.hash}/{record.window_bytes}"
         progress = self._progress
@@ -155,11 +164,12 @@ class Staging:
             haul=haul,
             lookup=self._member.endpoint_record,
             replace=self._replace,
-            stall_s=self._member.endpoint.options.stall_s,
+            patience=patience,
+            moved=moved,
         )
         begun, before = time.monotonic(), len(progress.confirmed)
         try:
-            fetch.run(deadline)
+            fetch.run()
         except MxRLError as exc:
             self._note_failure(exc, time.monotonic() - begun, len(progress.confirmed) - before, len(plan.window_bounds))
             if self._rank:
@@ -171,7 +181,7 @@ class Staging:
         self.lost = 0
         self.read_s = time.monotonic() - begun
         self._progress = None
-        return Cargo(record, plan, progress.landing, haul)
+        return Cargo(record, plan, progress.landing, haul, self.layout.hash)
 
     def _note_failure(self, exc: MxRLError, spent: float, moved: int, total: int) -> None:
         self.read_s = spent * total / moved if moved else max(self.read_s, spent)

@@ -30,7 +30,7 @@ def not_ready(policy: str, found: Nothing, at_least: int | None, exactly: int | 
 
 
 def check_arguments(
-    replica: str | None, rank: int, world_size: int, sources: Sequence[str], stage: str, serve: str, prefetch: bool
+    replica: str | None, rank: int, world_size: int, sources: Sequence[str], stage: str, serve: str
 ) -> None:
     if world_size < 1 or not 0 <= rank < world_size:
         raise InvalidArgument(f"rank={rank} of world_size={world_size}: rank must be 0 to world_size - 1")
@@ -41,7 +41,5 @@ def check_arguments(
         raise InvalidArgument(f'sources={tuple(sources)!r}: this release knows "peer" and "trainer"')
     if stage != "device":
         raise InvalidArgument(f'stage={stage!r}: this release has "device"')
-    if prefetch:
-        raise InvalidArgument("prefetch=True is not in this release: call stage() early and install() later")
     if serve not in ("stage", "off"):
         raise InvalidArgument(f'serve={serve!r}: this release has "stage" and "off"')

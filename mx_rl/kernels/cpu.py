@@ -23,7 +23,7 @@ def _compile(signature: str, function: Any) -> Any:
         return numba.njit(signature, nogil=True)(function)
 
 
-@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+@numba.njit(inline="always")
 def _term(word: Any, k: Any) -> Any:
     mixed = (k + _ONE) * _STEP
     mixed = (mixed ^ (mixed >> _32)) * _MULTIPLIER
@@ -32,7 +32,7 @@ def _term(word: Any, k: Any) -> Any:
     return (word & _LOW) * (mixed | _ONE) + (word >> _32) * (turned | _ONE)
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True)
 def _sum_words(words: Any, k: Any) -> Any:
     total = np.uint64(0)
     for i in range(len(words)):
@@ -40,7 +40,7 @@ def _sum_words(words: Any, k: Any) -> Any:
     return total
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True)
 def _sum_turned(words: Any, following: Any, k: Any, shift: Any) -> Any:
     """Of words that begin ``shift`` bits inside ``words``."""
     total = np.uint64(0)

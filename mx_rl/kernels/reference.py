@@ -5,11 +5,16 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from mx_rl.columns import chunks, expand
+
 Words = npt.NDArray[np.uint64]
 
 STEP = np.uint64(0x9E3779B97F4A7C15)
 MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
 TURN = 23
+
+_LONG_BYTES = 1 << 10
+"""Shorter runs are summed byte by byte, many at once: a step of the interpreter costs more."""
 
 _CHUNK_WORDS = 1 << 17
 """Words at a time: the temporaries stay in cache."""
@@ -29,11 +34,19 @@ def sum_runs(data: npt.NDArray[np.uint8], runs: npt.NDArray[np.int64], starts: n
 
     ``data``: contiguous bytes. ``runs``: rows (offset in ``data``, byte of the global tensor, nbytes).
     """
+    group = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     sums = np.zeros(len(starts) - 1, np.uint64)
-    rows = runs.tolist()
-    for group in range(len(sums)):
-        for local, place, nbytes in rows[int(starts[group]) : int(starts[group + 1])]:
-            sums[group] += _sum(data, local, place, nbytes)
+    long = runs[:, 2] >= _LONG_BYTES
+    for i in np.flatnonzero(long).tolist():
+        np.add.at(sums, group[i], _sum(data, *runs[i].tolist()))
+    short = np.flatnonzero(~long)
+    for part in chunks(runs[short, 2], _CHUNK_WORDS):
+        rows = short[part]
+        row, position = expand(runs[rows, 2])
+        place = runs[rows, 1][row] + position
+        low, high = weights((place // 8).astype(np.uint64))
+        half = data[runs[rows, 0][row] + position].astype(np.uint64) << (place % 4 * 8).astype(np.uint64)
+        np.add.at(sums, group[rows][row], half * np.where(place % 8 < 4, low, high))
     return sums
 
 

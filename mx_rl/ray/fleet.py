@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from mx_rl.ray.session import close_at_exit
 from mx_rl.ray.slot import Recipe, Slot
 from mx_rl.ray.sync import newest, sync_all
 from mx_rl.ray.wrapped import WrappedRanks
+from mx_rl.twins import run
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -49,7 +50,10 @@ class RolloutFleet:
         registry: URL; None reads ``MXRL_REGISTRY``, else takes the Ray registry.
         subscriber: further arguments of ``mx_rl.Subscriber``; ``before_install`` and ``after_install`` may name methods
             of the class.
-        concurrency: user calls that run at a time in a rank. Above 1 they run on several threads.
+        concurrency: user calls that run at a time in a rank. Above 1 they run on several threads, ``async def`` methods as
+            tasks of one loop; each call is a hold of its own.
+        holds: whether a user call is a hold, so that no weight changes while it runs; None: what the class says. False is
+            for engines with safe points of their own, which take ``subscriber.hold`` themselves.
         name: begins the replicas' names.
         timeout: seconds until a replica must be placed and built.
 
@@ -77,6 +81,7 @@ class RolloutFleet:
         registry: str | None = None,
         subscriber: Mapping[str, Any] | None = None,
         concurrency: int = 1,
+        holds: bool | None = None,
         name: str | None = None,
         timeout: float = 300.0,
     ) -> None:
@@ -92,7 +97,7 @@ class RolloutFleet:
             policy=policy,
             ranks=ranks,
             kwargs=dict(kwargs or {}),
-            options=endpoint_options("subscriber", subscriber, registry, ours=_OURS),
+            options=_options(subscriber, registry, holds),
             request=Request(
                 num_cpus=num_cpus,
                 num_gpus=num_gpus,
@@ -119,17 +124,19 @@ class RolloutFleet:
         build: str = "build",
         registry: str | None = None,
         subscriber: Mapping[str, Any] | None = None,
+        holds: bool | None = None,
         name: str = "wrapped",
         timeout: float = 300.0,
     ) -> RolloutFleet:
         """Make a fleet of actors of yours, whatever their class: each is a replica, or each sequence of them is the
         ranks of one. ``build`` names the method that returns a rank's tensors. Syncs take their turn among your own
-        calls. A replica that dies is not replaced; ``close`` and ``scale`` down leave the actors alive."""
+        calls; an async actor has them on its event loop, so that it calls ``subscriber.async_sync`` itself instead.
+        A replica that dies is not replaced; ``close`` and ``scale`` down leave the actors alive."""
         fleet = cls.__new__(cls)
         fleet.policy = policy
         fleet._user_class = None
         fleet._recipe = None
-        options = endpoint_options("subscriber", subscriber, registry, ours=_OURS)
+        options = _options(subscriber, registry, holds)
         fleet._init()
         deadline = Deadline(timeout)
         try:
@@ -171,11 +178,19 @@ class RolloutFleet:
             raise InvalidArgument(f"at_least={at_least!r}: a Version or its number")
         return sync_all(self._roster, at_least=number, deadline=Deadline(timeout), check=self._check_open)
 
+    async def async_sync(self, *, at_least: Version | int | None = None, timeout: float = 60.0) -> FleetReport:
+        """``sync`` on a thread of its own. Cancelled, the replicas go on with it."""
+        return await run(lambda: self.sync(at_least=at_least, timeout=timeout))
+
     @property
     def latest(self) -> int | None:
         """Number of the newest READY version, or None."""
         self._check_open()
         return newest(self._roster, Deadline(30.0))
+
+    async def async_latest(self) -> int | None:
+        """``latest`` on a thread of its own."""
+        return await run(lambda: self.latest)
 
     # ---- work --------------------------------------------------------------------------------------------------------
 
@@ -207,6 +222,26 @@ class RolloutFleet:
         return dispatch(
             self._roster, method, items, kwargs=dict(kwargs or {}), deadline=Deadline(timeout), check=self._check_open
         )
+
+    async def async_map(
+        self, method: str, items: Iterable[Any], *, timeout: float = 600.0, kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """``map`` on a thread of its own, which also draws the items. Cancelled, calls that were sent run on."""
+        return await run(lambda: self.map(method, items, timeout=timeout, kwargs=kwargs))
+
+    async def async_stream(
+        self, method: str, items: Iterable[Any], *, timeout: float = 600.0, kwargs: Mapping[str, Any] | None = None
+    ) -> AsyncIterator[tuple[int, Any, int | None]]:
+        """``stream`` for ``async for``: each result is awaited on a thread, which also draws the items."""
+        results = self.stream(method, items, timeout=timeout, kwargs=kwargs)
+        while (found := await run(lambda: next(results, None))) is not None:
+            yield found
+
+    async def async_call(
+        self, method: str, /, *args: Any, timeout: float = 600.0, **kwargs: Any
+    ) -> dict[str, list[Any]]:
+        """``call`` on a thread of its own. Cancelled, the ranks go on with it."""
+        return await run(lambda: self.call(method, *args, timeout=timeout, **kwargs))
 
     def call(self, method: str, /, *args: Any, timeout: float = 600.0, **kwargs: Any) -> dict[str, list[Any]]:
         """Call ``method`` on every rank of every replica, with a version or without; replica to results by rank.
@@ -265,6 +300,12 @@ class RolloutFleet:
             elif more < 0:
                 self._end(sorted(slots, key=lambda slot: slot.born, reverse=True)[:-more], Deadline(drain_timeout))
             return tuple(slot.replica.name for slot in slots if slot.replica is not None)
+
+    async def async_scale(
+        self, replicas: int, *, timeout: float = 300.0, drain_timeout: float = 30.0
+    ) -> tuple[str, ...]:
+        """``scale`` on a thread of its own. Cancelled, it is carried out all the same."""
+        return await run(lambda: self.scale(replicas, timeout=timeout, drain_timeout=drain_timeout))
 
     def _add(self, number: int, deadline: Deadline) -> list[Slot]:
         """Start slots, all at once, and wait until each has a built replica; none stays where one fails."""
@@ -375,3 +416,7 @@ class RolloutFleet:
     def _check_open(self) -> None:
         if self._closing.is_set():
             raise Closed(f"the RolloutFleet of {self.policy!r} was closed")
+
+
+def _options(subscriber: Mapping[str, Any] | None, registry: str | None, holds: bool | None) -> dict[str, Any]:
+    return {**endpoint_options("subscriber", subscriber, registry, ours=_OURS), "holds": holds}

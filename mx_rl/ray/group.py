@@ -18,6 +18,7 @@ from mx_rl.ray.ranks import END_S, Ranks
 from mx_rl.ray.remote import died, failure, gather
 from mx_rl.ray.session import close_at_exit
 from mx_rl.ray.wrapped import WrappedRanks
+from mx_rl.twins import run
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -145,6 +146,10 @@ class TrainerGroup:
             return list(refs.values())
         return self._collect(refs, deadline, doing=method)
 
+    async def async_call(self, method: str, /, *args: Any, timeout: float = 600.0, **kwargs: Any) -> list[Any]:
+        """``call`` on a thread of its own. Cancelled, the ranks go on with it."""
+        return await run(lambda: self.call(method, *args, timeout=timeout, **kwargs))
+
     def publish(
         self, *, step: int | None = None, metadata: Mapping[str, Any] | None = None, timeout: float = 30.0
     ) -> Version:
@@ -156,6 +161,19 @@ class TrainerGroup:
         # A rank bounds its own publish, which may queue behind a call that is still running.
         version: Version = self._collect(refs, Deadline(timeout + END_S), doing="publish")[0]
         return version
+
+    async def async_publish(
+        self, *, step: int | None = None, metadata: Mapping[str, Any] | None = None, timeout: float = 30.0
+    ) -> Version:
+        """``publish`` on a thread of its own. Cancelled, the ranks publish all the same, and may not change their tensors
+        before they have."""
+        return await run(lambda: self.publish(step=step, metadata=metadata, timeout=timeout))
+
+    async def async_wait(
+        self, version: Version | int, *, replicas: int | None = None, timeout: float = 60.0
+    ) -> Receipt:
+        """``wait`` on a thread of its own. Cancelled, it ends at once; nothing depends on it."""
+        return await run(lambda: self.wait(version, replicas=replicas, timeout=timeout))
 
     def wait(self, version: Version | int, *, replicas: int | None = None, timeout: float = 60.0) -> Receipt:
         """Until ``replicas`` replicas (None: the members at READY) have installed ``version`` or a newer one. Returns,
@@ -170,6 +188,10 @@ class TrainerGroup:
         ref = self._alive().submit_to(0, "latest")
         latest: int | None = self._collect({0: ref}, Deadline(30.0), doing="latest")[0]
         return latest
+
+    async def async_latest(self) -> int | None:
+        """``latest`` on a thread of its own."""
+        return await run(lambda: self.latest)
 
     @property
     def world(self) -> str:
@@ -190,6 +212,10 @@ class TrainerGroup:
                 self._ranks.end(timeout=END_S)
                 self._ranks = None
             self._launch(self._timeout if timeout is None else timeout)
+
+    async def async_restart(self, *, timeout: float | None = None) -> None:
+        """``restart`` on a thread of its own. Cancelled, it is carried out all the same."""
+        await run(lambda: self.restart(timeout=timeout))
 
     def status(self, *, timeout: float = 5.0) -> dict[str, Any]:
         """Who the ranks are and whether they live; answers within ``timeout`` seconds whatever they do."""

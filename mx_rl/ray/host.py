@@ -18,6 +18,7 @@ from typing import Any
 import ray
 
 from mx_rl.errors import ActorFailed
+from mx_rl.holds import acting_for, owner
 from mx_rl.ray.actors import Member, check_method, make
 
 # User calls, build and publish run in order on the actor's default thread; everything else has threads of its own, so
@@ -135,8 +136,11 @@ class Host(ABC):
         if not inspect.isawaitable(result):
             return result
 
+        who = owner()  # of the hold around this call: a sync in the coroutine is that call's safe point
+
         async def outcome() -> Any:
-            return await result
+            with acting_for(who):
+                return await result
 
         with self._lock:
             if self._loop is None:
@@ -204,23 +208,29 @@ class RolloutHost(Host):
 
     attribute = "subscriber"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._holds: bool | None = None
+
     def given(self, seat: Seat) -> dict[str, Any]:
         return {"replica": seat.name}
 
     def open(self, seat: Seat, tensors: Any, options: Mapping[str, Any]) -> Any:
         from mx_rl.subscriber import Subscriber
 
+        named = _for_endpoint(self, options)
+        self._holds = named.pop("holds", None)
         return Subscriber(
             seat.policy,
             tensors,
             replica=seat.name,
             rank=seat.rank,
             world_size=seat.world_size,
-            **_for_endpoint(self, options),
+            **named,
         )
 
     def guard(self) -> AbstractContextManager[Any]:
-        if not getattr(self.worker, "holds", True):
+        if not (getattr(self.worker, "holds", True) if self._holds is None else self._holds):
             return nullcontext(self.endpoint.version)
         held: AbstractContextManager[Any] = self.endpoint.hold()
         return held

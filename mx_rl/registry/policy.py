@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from mx_rl.errors import MxRLError
-from mx_rl.records import Claim, Commit, Join, Refused, Source, VersionRecord
+from mx_rl.records import Claim, Commit, Declare, Join, Refused, Source, VersionRecord
 
 MAX_FENCED = 4096  # incarnations remembered as fenced; one that was forgotten still fails on its old epoch
 MAX_ROUNDS = 64  # finished publishes of an epoch that Await can still ask about
@@ -76,6 +76,10 @@ class Round:
     layouts: tuple[str, ...] = ()
     declared: bool = False
     steps: dict[str, int | None] = field(default_factory=dict)
+    basis: str = ""
+    whole: bool = False
+    differ: tuple[int, ...] = ()
+    entries: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -118,6 +122,7 @@ class Replica:
     failed: int = 0  # the newest version that it failed to install
     acked: tuple[str, ...] = ()  # incarnations, by rank, that the last Ack spoke for
     held: tuple[Source, ...] = ()
+    spoke: tuple[str, int] = ("", 0)  # who led it when it last acknowledged, and that acknowledgement's count
 
     @property
     def incarnations(self) -> tuple[str, ...]:
@@ -174,7 +179,7 @@ class Policy:
     previous: Epoch | None = None
     pending: dict[str, World] = field(default_factory=dict)
     fenced: dict[tuple[str, str], None] = field(default_factory=dict)  # (world, incarnation)
-    declared: dict[tuple[str, ...], str] = field(default_factory=dict)
+    declared: dict[tuple[str, ...], Declare] = field(default_factory=dict)
     told: dict[tuple[int, int], int] = field(default_factory=dict)  # (epoch, nonce) -> highest number told
     versions: dict[int, Version] = field(default_factory=dict)
     audiences: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -292,7 +297,13 @@ class Policy:
         return newest <= source.generation and self.serves(source.agent, now)
 
     def trainer_has(self, version: Version, now: float) -> bool:
-        return all(self.source_lives(source, now) for source in version.record.sources)
+        sources = version.record.sources
+        if not version.record.copies:
+            return all(self.source_lives(source, now) for source in sources)
+        return all(
+            any(self.source_lives(sources[rank], now) for rank in ranks if rank < len(sources))
+            for ranks in version.record.copies
+        )
 
     def admits(self, record: VersionRecord) -> bool:
         """May a record that a member tells be on offer again? Never one of an older epoch than one that was READY."""

@@ -99,10 +99,18 @@ def ack(policy: Policy, command: Ack, now: float) -> Ok | Refused:
         if other is not None and other.incarnations[0] and policy.alive(other.incarnations[0], now):
             return seat_taken(policy, other, 0, other.incarnations[0], command.incarnation)
         return Ok()
+    if command.seq:
+        speaker, seq = replica.spoke
+        if speaker == command.incarnation and command.seq < seq:
+            return Ok()  # it was overtaken on its way by what this replica said later
+        replica.spoke = (command.incarnation, command.seq)
     number = max(command.number, record.number if record is not None and command.state == "installed" else 0)
     lease = policy.leases.get(replica.name)
     if lease is not None and lease.number <= number:
         policy.end_lease(replica.name)
+    if command.state == "staged":  # nothing is read for it any more; what lay in the stages before is gone
+        policy.set_holding(replica, replica.record, ())
+        return Ok()
     if record is not None and record.number < replica.number:
         return Ok()
     before = (replica.said, replica.reason, replica.record, replica.held, replica.acked, replica.failed)

@@ -68,8 +68,8 @@ def _unreferenced(policy: Policy) -> None:
         for item in policy.epoch.rounds.values():
             layouts.update(commit.layout for commit in item.commits.values())
             layouts.update(item.layouts)
-    for rank_layouts, world_layout in policy.declared.items():
-        if world_layout in layouts:
+    for rank_layouts, declared in policy.declared.items():
+        if declared.world_layout in layouts:
             layouts.update(rank_layouts)
     for key, blob in list(policy.blobs.items()):
         blob.owners &= policy.members.keys()

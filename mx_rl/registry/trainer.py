@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from mx_rl.errors import Fenced, IncompleteVersion, InvalidArgument
 from mx_rl.records import Await, Commit, Declare, Ok, Outcome, Refused, Source, VersionRecord
+from mx_rl.registry.partners import basis_of, disagreement
 from mx_rl.registry.policy import MAX_DECLARED, MAX_ROUNDS, MAX_STAGING, Epoch, Policy, Round, refused
 from mx_rl.registry.worlds import fenced, unclaimed
 
 MAX_METADATA_BYTES = 64 << 10
+MAX_SUMS_BYTES = 4096
 EMPTY_SHARE = Source(agent="", region=0, generation=0)
 """Stands in a version record for a rank that commits no bytes."""
 
@@ -29,6 +31,8 @@ def commit(policy: Policy, command: Commit, now: float, *, final: bool) -> Outco
         if len(command.metadata or b"") > MAX_METADATA_BYTES:
             size = len(command.metadata or b"")
             return refused(InvalidArgument, f"metadata of {size} bytes: at most {MAX_METADATA_BYTES} (64 KiB) of JSON")
+        if any(len(sums) > MAX_SUMS_BYTES for sums in command.sums.values()):
+            return refused(InvalidArgument, f"sums of one partner: at most {MAX_SUMS_BYTES} bytes")
         item.commits[command.rank] = command
         if command.source is not None:
             policy.owners.setdefault(command.source.agent, command.incarnation)
@@ -46,9 +50,10 @@ def declare(policy: Policy, command: Declare, now: float) -> Ok | Refused:
     epoch = _epoch_of(policy, command.epoch, command.nonce, command.incarnation, None, now)
     if isinstance(epoch, Refused):
         return epoch
-    if policy.declared.get(command.layouts) != command.world_layout:
+    known = policy.declared.get(command.layouts)
+    if known is None or (known.world_layout, known.copies) != (command.world_layout, command.copies):
         policy.declared.pop(command.layouts, None)
-        policy.declared[command.layouts] = command.world_layout
+        policy.declared[command.layouts] = command
         while len(policy.declared) > MAX_DECLARED:
             del policy.declared[next(iter(policy.declared))]
         policy.bump()
@@ -105,6 +110,10 @@ def outcome(policy: Policy, epoch: Epoch, item: Round, now: float) -> Outcome:
         latest=policy.floor,
         leased=policy.leased(now),
         steps=item.steps,
+        basis=item.basis,
+        whole=item.whole,
+        differ=item.differ,
+        entries=item.entries,
     )
 
 
@@ -123,9 +132,9 @@ def claim_again(policy: Policy, why: str, epoch: int, now: float) -> Refused:
     )
 
 
-def abort(policy: Policy, epoch: Epoch, k: int, reason: str, steps: dict[str, int | None] | None = None) -> None:
+def abort(policy: Policy, epoch: Epoch, k: int, reason: str) -> None:
     item = epoch.rounds[k]
-    item.state, item.reason, item.steps = "aborted", reason, steps or {}
+    item.state, item.reason = "aborted", reason
     item.commits = {}
     policy.bump()
 
@@ -191,9 +200,12 @@ def _settle(policy: Policy, epoch: Epoch, k: int, item: Round) -> None:
     """Decide what can be decided: aborted by the first error or difference, READY when all agree and are declared."""
     commits = dict(sorted(item.commits.items()))
     full = len(commits) == len(epoch.seats)
-    reason, steps = _disagreement(epoch, commits, full=full)
+    if full:
+        item.basis = basis_of([entry.holds or entry.layout for entry in commits.values()])
+        item.whole = not any(entry.holds for entry in commits.values())
+    reason = _disagreement(epoch, item, commits, full=full) or disagreement(item, commits)
     if reason:
-        abort(policy, epoch, k, reason, steps)
+        abort(policy, epoch, k, reason)
         return
     layouts = _layouts(epoch, item)
     if not full or layouts not in policy.declared:
@@ -209,11 +221,11 @@ def _settle(policy: Policy, epoch: Epoch, k: int, item: Round) -> None:
     policy.become_ready(_record(policy, epoch, item.number, commits, policy.declared[layouts]))
 
 
-def _disagreement(epoch: Epoch, commits: dict[int, Commit], *, full: bool) -> tuple[str, dict[str, int | None]]:
-    """(why this version can never be READY, the steps by rank where they are why); "" while it still can."""
+def _disagreement(epoch: Epoch, item: Round, commits: dict[int, Commit], *, full: bool) -> str:
+    """Why this version can never be READY; "" while it still can. Notes the steps where they are why."""
     errors = [f"rank {rank}: {entry.error}" for rank, entry in commits.items() if entry.error is not None]
     if errors:
-        return "; ".join(errors[:10]), {}
+        return "; ".join(errors[:10])
     steps = {rank: entry.step for rank, entry in commits.items()}
     why = ""
     if len(set(steps.values()) - {None}) > 1:
@@ -222,15 +234,16 @@ def _disagreement(epoch: Epoch, commits: dict[int, Commit], *, full: bool) -> tu
         why = "a rank of this world was replaced, so that its first version needs step= on every rank"
     if why:
         listed = ", ".join(f"rank {rank}: {step}" for rank, step in list(steps.items())[:10])
-        return f"StepMismatch: {why} ({listed})", {str(rank): step for rank, step in steps.items()}
+        item.steps = {str(rank): step for rank, step in steps.items()}
+        return f"StepMismatch: {why} ({listed})"
     windows = {rank: entry.window_bytes for rank, entry in commits.items() if entry.source is not None}
     if len(set(windows.values())) > 1:
         listed = ", ".join(f"rank {rank}: {size}" for rank, size in list(windows.items())[:10])
-        return f"window_bytes must be equal on all ranks ({listed})", {}
-    return "", {}
+        return f"window_bytes must be equal on all ranks ({listed})"
+    return ""
 
 
-def _record(policy: Policy, epoch: Epoch, number: int, commits: dict[int, Commit], layout: str) -> VersionRecord:
+def _record(policy: Policy, epoch: Epoch, number: int, commits: dict[int, Commit], known: Declare) -> VersionRecord:
     kinds = {entry.kind for entry in commits.values()}
     return VersionRecord(
         policy=policy.name,
@@ -239,7 +252,8 @@ def _record(policy: Policy, epoch: Epoch, number: int, commits: dict[int, Commit
         nonce=epoch.nonce,
         step=next((entry.step for entry in commits.values() if entry.step is not None), None),
         kind=kinds.pop() if len(kinds) == 1 else "full",
-        layout=layout,
+        layout=known.world_layout,
+        copies=known.copies,
         window_bytes=next((entry.window_bytes for entry in commits.values() if entry.source is not None), 0),
         sources=tuple(entry.source or EMPTY_SHARE for entry in commits.values()),
         wire_bytes=sum(entry.wire_bytes for entry in commits.values()),

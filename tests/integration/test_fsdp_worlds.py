@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from mx_rl.errors import ReplicaMismatch
 from tests.support.model import FsdpRank, TensorParallelRank, WholeRank, join
 from tests.support.procs import Child
 from tests.support.socket_registry import RegistryServer
@@ -54,10 +55,47 @@ def test_any_trainer_layout_arrives_whole_and_tensor_parallel(server, tmp_path, 
             child.kill()
 
 
-def start_world(server, store, world_size, mesh, dims):
+@pytest.mark.parametrize(
+    ("mesh", "plain", "name", "pair"),
+    [((2, 2), False, "layers.1.up.weight", [1, 3]), ((3,), True, "layers.0.norm", [0, 1])],
+    ids=["hybrid", "replicated-norms"],
+)
+def test_replicated_boxes_are_kept_twice_and_a_drifted_rank_is_found(server, tmp_path, mesh, plain, name, pair):
+    trainers = start_world(server, str(tmp_path / "store"), 4 if len(mesh) == 2 else 3, mesh, (), plain)
+    whole = Child(WholeRank, server.path)
+
+    def check(seed):
+        all_at_once(trainers, "randomize", seed)
+        numbers = all_at_once(trainers, "publish", seed)
+        all_at_once(trainers, "wait", numbers[0])
+        whole.call("sync", numbers[0])
+        assert whole.call("digests") == all_at_once(trainers, "digests")[0]
+        return numbers[0]
+
+    try:
+        for seed in range(6):
+            number = check(seed)
+        sizes = all_at_once(trainers, "slot_bytes")
+        assert all(slot < held for slot, held in sizes), "the buffers are at two ranks only"
+        trainers[pair[1]].call("drift", name)
+        published = all_at_once(trainers, "publish", 6)[0]
+        for child in trainers:
+            with pytest.raises(ReplicaMismatch) as caught:
+                child.call("wait", published)
+            assert (caught.value.ranks, caught.value.tensors) == (pair, [name])
+        assert whole.call("sync", number).kind == "none"
+        assert check(7) > number
+    finally:
+        whole.stop()
+        all_at_once(trainers, "close")
+        for child in trainers:
+            child.kill()
+
+
+def start_world(server, store, world_size, mesh, dims, plain=False):
     """All ranks at once: each waits for the others in its process group."""
     with ThreadPoolExecutor(world_size) as pool:
-        args = [(FsdpRank, server.path, store, rank, world_size, mesh, dims) for rank in range(world_size)]
+        args = [(FsdpRank, server.path, store, rank, world_size, mesh, dims, plain) for rank in range(world_size)]
         return list(pool.map(lambda one: Child(*one), args))
 
 

@@ -17,7 +17,7 @@ def options(**changes: Any) -> Options:
 
 
 class TrainerRank:
-    """Holds rows ``[first, last)`` of every global tensor; ``fill`` sets all elements to one value."""
+    """Holds rows ``[first, last)`` of every global tensor (all with ``whole``); ``fill`` sets all elements to one value."""
 
     def __init__(
         self,
@@ -26,13 +26,14 @@ class TrainerRank:
         rank: int = 0,
         world_size: int = 1,
         world: str = "w",
+        whole: bool = False,
         **named: Any,
     ) -> None:
         self.tensors: dict[str, Any] = {}
         for name, shape in shapes.items():
-            rows = shape[0] // world_size if shape else 0
+            rows = shape[0] // world_size if shape and not whole else 0
             first = rank * rows
-            last = shape[0] if shape and rank == world_size - 1 else first + rows
+            last = shape[0] if shape and (whole or rank == world_size - 1) else first + rows
             local = torch.zeros((last - first, *shape[1:]))
             self.tensors[name] = Shard(local, shape=shape, offset=(first, *[0] * (len(shape) - 1)))
         seat = {"rank": rank, "world_size": world_size, "world": world}
@@ -93,6 +94,12 @@ class TrainerRank:
 
     def latest(self) -> int | None:
         return self.pub.latest
+
+    def set_element(self, name: str, value: float) -> None:
+        self.tensors[name].tensor.view(-1)[0] = value
+
+    def slot_bytes(self) -> int:
+        return self.pub._ring.layout.nbytes
 
     def close(self) -> None:
         self.pub.close()

@@ -57,10 +57,18 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 class FsdpRank:
-    """One FSDP2 rank; ``mesh`` (2,) or (2, 2): with two dimensions the second one shards columns by tensor parallelism."""
+    """One FSDP2 rank; ``mesh`` (2,) or (2, 2). Without ``dims`` a second dimension is that of hybrid sharding, whose first
+    one replicates; with ``dims`` both shard. ``plain`` keeps the norms out of FSDP: every rank has them whole."""
 
     def __init__(
-        self, path: str, store: str, rank: int, world_size: int, mesh: tuple[int, ...], dims: tuple[int, ...]
+        self,
+        path: str,
+        store: str,
+        rank: int,
+        world_size: int,
+        mesh: tuple[int, ...],
+        dims: tuple[int, ...],
+        plain: bool = False,
     ) -> None:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
@@ -71,11 +79,12 @@ class FsdpRank:
         torch.manual_seed(0)
         self.model = Model()
         self.rank = rank
-        if len(mesh) == 1:
-            self.mesh = init_device_mesh("cpu", mesh)
+        if not dims:
+            self.mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :])
+            kept = {layer.norm for layer in self.model.layers} if plain else set()
             for layer in self.model.layers:
-                fully_shard(layer, mesh=self.mesh)
-            fully_shard(self.model, mesh=self.mesh)
+                fully_shard(layer, mesh=self.mesh, ignored_params=kept)
+            fully_shard(self.model, mesh=self.mesh, ignored_params=kept)
         else:
             self._distribute(init_device_mesh("cpu", mesh, mesh_dim_names=("one", "two")), dims)
         self.pub = Publisher("p", self.model, registry=SocketRegistry(path), options=options(window_bytes=4096))
@@ -98,7 +107,25 @@ class FsdpRank:
         with torch.no_grad():
             for _, parameter in sorted(self.model.named_parameters()):
                 whole = torch.randn(parameter.shape, dtype=parameter.dtype)
-                parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
+                if hasattr(parameter, "placements"):
+                    whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+                parameter.copy_(whole)
+
+    def drift(self, name: str) -> None:
+        """Change one element on this rank alone."""
+        tensor = dict(self.model.named_parameters())[name].detach()
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        local.view(-1)[0] += 1.0
+
+    def slot_bytes(self) -> tuple[int, int]:
+        """(of a slot, of all that this rank holds)."""
+        from mx_rl.layout import RankLayout
+        from mx_rl.tensors import resolve
+
+        return self.pub._ring.layout.nbytes, RankLayout.of(resolve(self.model)).nbytes
+
+    def wait(self, number: int) -> Any:
+        return self.pub.wait(number, replicas=0, timeout=30)
 
     def forward(self) -> None:
         with torch.no_grad():

@@ -101,6 +101,7 @@ class Lab:
                 incarnation=incarnation,
                 layouts=layouts,
                 world_layout=more.pop("world_layout", "W"),
+                **more,
             )
         )
 

@@ -13,8 +13,8 @@ from tests.support.actors import RolloutRank
 
 
 class StoppingReader(RolloutRank):
-    def sync_and_stop(self, pid: int, label: str, windows: int, at_least: int) -> Any:
-        """Send SIGSTOP to ``pid`` once ``windows`` windows of the supplier ``label`` are confirmed in this sync."""
+    def sync_and_stop(self, pid: int, label: str, windows: int, at_least: int, how: int = signal.SIGSTOP) -> Any:
+        """Send the signal ``how`` to ``pid`` once ``windows`` windows of the supplier ``label`` are confirmed in this sync."""
         confirm, left = Fetch._confirm, [windows]
 
         def confirmed(fetch: Fetch, supplier: Supplier, local: Sequence[int]) -> None:
@@ -22,7 +22,7 @@ class StoppingReader(RolloutRank):
             if supplier.label == label and left[0] > 0:
                 left[0] -= len(local)
                 if left[0] <= 0:
-                    os.kill(pid, signal.SIGSTOP)
+                    os.kill(pid, how)
 
         Fetch._confirm = confirmed  # type: ignore[method-assign]
         try:

@@ -6,31 +6,32 @@ import time
 import pytest
 
 from mx_rl.errors import HoldTimeout
-from mx_rl.holds import Holds
+from mx_rl.holds import Holds, owner
+from mx_rl.patience import Patience
 
 
-def _soon() -> float:
-    return time.monotonic() + 5.0
+def _soon() -> Patience:
+    return Patience(5.0)
 
 
 def test_an_install_waits_for_open_holds_and_says_how_many_stayed():
     holds, inside, leave = Holds(), threading.Event(), threading.Event()
 
     def compute() -> None:
-        holds.enter(timeout=1)
+        holds.enter(Patience(1))
         inside.set()
         leave.wait(10)
-        holds.leave()
+        holds.leave(owner())
 
     worker = threading.Thread(target=compute)
     worker.start()
     inside.wait(5)
-    with pytest.raises(HoldTimeout) as caught, holds.shut(deadline=time.monotonic() + 0.05):
+    with pytest.raises(HoldTimeout) as caught, holds.shut(Patience(0.05)):
         pass
     assert caught.value.holds == 1
     leave.set()
     worker.join(5)
-    with holds.shut(deadline=_soon()):
+    with holds.shut(_soon()):
         assert holds.count == 0
 
 
@@ -39,16 +40,16 @@ def test_no_new_hold_begins_while_an_install_drains_so_that_it_cannot_starve():
 
     def generate() -> None:
         while not stop.is_set():
-            holds.enter(timeout=5)
+            holds.enter(Patience(5))
             time.sleep(0.001)
-            holds.leave()
+            holds.leave(owner())
 
     workers = [threading.Thread(target=generate) for _ in range(4)]
     for worker in workers:
         worker.start()
     try:
         for _ in range(20):
-            with holds.shut(deadline=_soon()):
+            with holds.shut(_soon()):
                 assert holds.count == 0
     finally:
         stop.set()
@@ -58,10 +59,10 @@ def test_no_new_hold_begins_while_an_install_drains_so_that_it_cannot_starve():
 
 def test_an_install_inside_ones_own_hold_is_that_threads_safe_point():
     holds = Holds()
-    holds.enter(timeout=1)
-    with holds.shut(deadline=time.monotonic() + 0.5):
+    holds.enter(Patience(1))
+    with holds.shut(Patience(0.5)):
         pass
-    holds.leave()
+    holds.leave(owner())
     assert holds.count == 0
 
 
@@ -71,11 +72,11 @@ def test_a_hold_that_is_refused_leaves_nothing_behind():
 
     def late() -> None:
         try:
-            holds.enter(timeout=0.05)
+            holds.enter(Patience(0.05))
         except HoldTimeout as exc:
             refused.append(exc)
 
-    with holds.shut(deadline=_soon()):
+    with holds.shut(_soon()):
         worker = threading.Thread(target=late)
         worker.start()
         worker.join(5)

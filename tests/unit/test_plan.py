@@ -68,20 +68,36 @@ def fill(plan, arenas):
     stage = np.full(plan.stage_nbytes, 0xAA, np.uint8)
     assert [w for part in plan.parts for w in part.windows] == list(range(plan.num_windows))
     for part in plan.parts:
-        for i, window in enumerate(part.windows):
-            lo, hi = plan.window_bounds[window].tolist()
-            assert 0 < hi - lo <= plan.window_bytes
-            ends = []
-            for at, source, nbytes in part.runs[part.starts[i] : part.starts[i + 1]].tolist():
-                assert lo <= at < at + nbytes <= hi
-                assert 0 <= source < source + nbytes <= len(arenas[part.rank])
-                stage[at : at + nbytes] = arenas[part.rank][source : source + nbytes]
-                ends.append(source + nbytes)
-            assert part.needs[i] == -(-max(ends) // plan.window_bytes)
-    assert len({part.rank for part in plan.parts}) == len(plan.parts)
+        fill_part(plan, arenas, part, stage)
+        for copy in part.copies:
+            again = np.full(plan.stage_nbytes, 0xAA, np.uint8)
+            assert copy.windows == part.windows
+            assert copy.rank > part.rank
+            fill_part(plan, arenas, copy, again)
+            for piece in plan.pieces:
+                lo, hi = plan.window_bounds[part.windows.start, 0], plan.window_bounds[part.windows.stop - 1, 1]
+                if lo <= piece.offset < hi:
+                    here = slice(piece.offset, piece.offset + piece.nbytes)
+                    assert np.array_equal(again[here], stage[here]), "a copy gives the same bytes"
+    sets = [(part.rank, *[copy.rank for copy in part.copies]) for part in plan.parts]
+    alone = [ranks for ranks in sets if len(ranks) == 1]
+    assert len(alone) == len({ranks[0] for ranks in alone}), "one part an owner, where nothing is replicated"
     assert plan.wire_bytes == sum(int(part.runs[:, 2].sum()) for part in plan.parts)
     assert plan.model_bytes <= plan.wire_bytes <= plan.stage_nbytes
     return stage
+
+
+def fill_part(plan, arenas, part, stage):
+    for i, window in enumerate(part.windows):
+        lo, hi = plan.window_bounds[window].tolist()
+        assert 0 < hi - lo <= plan.window_bytes
+        ends = []
+        for at, source, nbytes in part.runs[part.starts[i] : part.starts[i + 1]].tolist():
+            assert lo <= at < at + nbytes <= hi
+            assert 0 <= source < source + nbytes <= len(arenas[part.rank])
+            stage[at : at + nbytes] = arenas[part.rank][source : source + nbytes]
+            ends.append(source + nbytes)
+        assert part.needs[i] == -(-max(ends) // plan.window_bytes)
 
 
 def view(plan, stage, index):

@@ -494,7 +494,7 @@ def test_bad_arguments_name_what_they_take(registry):
     for named in ({"rank": 0}, {"rank": 2, "world_size": 2, "world": "w"}, {"rank": 0, "world_size": 2}, {"slots": 1}):
         with pytest.raises(InvalidArgument):
             publisher(registry, source, **named)
-    for named in ({"rank": 1, "world_size": 2}, {"sources": ("moon",)}, {"stage": "none"}, {"prefetch": True}):
+    for named in ({"rank": 1, "world_size": 2}, {"sources": ("moon",)}, {"stage": "none"}):
         with pytest.raises(InvalidArgument):
             subscriber(registry, source, **named)
     with publisher(registry, source) as pub:

@@ -30,6 +30,8 @@ from mx_rl.records import (
     View,
 )
 from mx_rl.registry.memory import MemoryRegistry
+from mx_rl.registry.partners import basis_of
+from mx_rl.registry.policy import Round
 from mx_rl.registry.state import State, apply
 from tests.support.registry_lab import POLICY, Clock
 
@@ -75,6 +77,9 @@ class Run:
                 assert number > self.floor, f"READY {number} is not above the floor {self.floor}"
                 self.made += 1
             assert self.ready.setdefault(number, identity) == identity, f"two versions under number {number}"
+        for epoch in filter(None, (policy.epoch, policy.previous)):
+            for item in epoch.rounds.values():
+                self._check_copies(item)
         fresh = set(policy.versions) - before
         if isinstance(command, Commit) and fresh:
             assert policy.epoch is not None
@@ -97,6 +102,15 @@ class Run:
             assert len(value) <= 260
         for epoch in (policy.epoch, policy.previous):
             assert epoch is None or len(epoch.rounds) <= 90
+
+    def _check_copies(self, item: Round) -> None:
+        """What is staging has no two commits that differ; who is blamed is told with the abort only."""
+        assert not item.differ or item.state == "aborted"
+        if item.state == "staging" and len(item.commits) == 2:
+            one, two = item.commits[0], item.commits[1]
+            assert one.sums[1] == two.sums[0]
+            assert not one.holds
+            assert not two.holds
 
 
 def _claim(run: Run, incarnation: str, world: str, size: int, again: bool) -> None:
@@ -125,7 +139,9 @@ def hash_of(text: str) -> int:
     return sum((i + 1) * ord(char) for i, char in enumerate(text))
 
 
-def _commit(run: Run, incarnation: str, world: str, size: int, skip: int, step: int | None, fails: bool) -> None:
+def _commit(
+    run: Run, incarnation: str, world: str, size: int, skip: int, step: int | None, fails: bool, copies: str = "equal"
+) -> None:
     seat = run.seats.get(f"{world}/{incarnation}")
     if seat is None:
         return
@@ -142,6 +158,9 @@ def _commit(run: Run, incarnation: str, world: str, size: int, skip: int, step: 
             incarnation=incarnation,
             step=step,
             layout=f"L{rank}",
+            holds="H" if copies == "stale" else "",
+            basis=basis_of([f"L{other}" for other in range(size)]),
+            sums={1 - rank: (b"drifted!" if copies == "drifted" else b"the same")} if size == 2 else {},
             source=Source(agent=incarnation, region=k % 2, generation=k),
             window_bytes=4096,
             error="boom" if fails else None,
@@ -157,6 +176,7 @@ def _commit(run: Run, incarnation: str, world: str, size: int, skip: int, step: 
                     incarnation=incarnation,
                     layouts=outcome.layouts,
                     world_layout="W",
+                    copies=((0, 1),) if size == 2 else (),
                 )
             )
             outcome = run.send(Await(policy=POLICY, epoch=seat.epoch, k=k))
@@ -214,6 +234,7 @@ commits = st.tuples(
     st.sampled_from([0, 0, 0, 1, -1]),
     st.sampled_from([None, 1, 1, 2]),
     st.sampled_from([False, False, False, False, True]),
+    st.sampled_from(["equal", "equal", "drifted", "stale"]),
 )
 publishes = st.tuples(
     st.just("publish"),
@@ -244,8 +265,8 @@ def perform(run: Run, action: tuple[Any, ...]) -> None:
         incarnation, (world, size), again = args
         _claim(run, incarnation, world, size, again)
     elif kind == "commit":
-        incarnation, (world, size), skip, step, fails = args
-        _commit(run, incarnation, world, size, skip, step, fails)
+        incarnation, (world, size), skip, step, fails, copies = args
+        _commit(run, incarnation, world, size, skip, step, fails, copies)
     elif kind == "publish":
         (names, world), again = args
         _publish(run, names, world, again)

@@ -425,6 +425,35 @@ def test_a_tainted_replica_is_not_ready_not_a_source_and_healed_by_a_full_round(
     assert lab.view()["replicas"][0]["ready"]
 
 
+def test_an_acknowledgement_that_was_overtaken_changes_nothing() -> None:
+    lab = published("r")
+    record = lab.install("r")
+    lab.ack("r", record, state="installed", number=1, seq=3)
+    lab.ack("r", record, state="tainted", number=1, reason="on its way for long", seq=2)
+    assert lab.view()["replicas"][0]["ready"], "what healed it was said later and came first"
+    lab.ack("r", record, state="tainted", number=1, reason="news", seq=4)
+    assert not lab.view()["replicas"][0]["ready"]
+    lab.ask(Dead(policy=POLICY, agents=("r",)))
+    lab.join("r", incarnation="r2")
+    lab.ack("r", record, state="installed", number=1, incarnation="r2", seq=1)
+    assert lab.view()["replicas"][0]["ready"], "another incarnation counts anew"
+
+
+def test_a_version_that_was_read_whole_and_waits_holds_no_lease_and_what_lay_there_is_served_no_more() -> None:
+    lab = published("r", versions=1)
+    record = lab.install("r")
+    second = lab.publish("a0", k=2)
+    assert isinstance(lab.resolve("r", installed=record.identity), Target)
+    lab.ack("r", record, state="staged", number=second.number)
+    view = lab.view()["replicas"][0]
+    assert view["ready"]
+    assert view["version"] == record.number
+    assert not view["serves"]
+    third = lab.publish("a0", k=3)
+    assert third.number > second.number
+    assert free(lab, 0).leased_by == free(lab, 1).leased_by == ()
+
+
 # ---- time and garbage ------------------------------------------------------------------------------------------------
 
 

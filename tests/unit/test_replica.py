@@ -1,14 +1,91 @@
 """The round's book: one decision, a full house or nothing, whatever is repeated, dropped or reordered."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx_rl.records import Decision, Finished, Hello, Installed, Round, Vote
+from mx_rl.records import Decision, Finished, Hello, Installed, Moved, Ready, Round, Shut, VersionRecord, Vote
 from mx_rl.replica import Follower, Leader
 
 
 def _round(number: int) -> Round:
     return Round(round=number, record=None)
+
+
+def _version(number: int, *, ahead: bool = False) -> Round:
+    record = VersionRecord(
+        policy="p",
+        number=number,
+        epoch=1,
+        nonce=1,
+        step=None,
+        kind="full",
+        layout="",
+        window_bytes=4096,
+        sources=(),
+        wire_bytes=0,
+    )
+    return Round(round=number, record=record, ahead=ahead)
+
+
+def test_holds_are_shut_only_when_every_rank_is_ready():
+    leader = Leader(3)
+    number = leader.begin()
+    leader.receive(Ready(round=number, rank=0))
+    reply = leader.receive(Ready(round=number, rank=1))
+    assert reply == Moved(round=number, rank=0, windows=0), "not yet: how far the others are"
+    assert leader.not_ready == [2]
+    with pytest.raises(AssertionError):
+        leader.call_shut()
+    leader.receive(Ready(round=number, rank=2))
+    assert leader.call_shut() == Shut(round=number)
+    assert leader.receive(Ready(round=number, rank=1)) == Shut(round=number), "told again to whoever asks again"
+    leader.begin()
+    assert isinstance(leader.receive(Ready(round=number, rank=1)), Decision), "of a round that is over"
+    assert leader.not_ready == [0, 1, 2], "a new round begins anew"
+
+
+def test_progress_of_any_rank_is_told_to_those_who_wait():
+    leader, follower = Leader(3), Follower()
+    number = leader.begin()
+    leader.receive(Moved(round=number, rank=0, windows=3))
+    leader.receive(Moved(round=number, rank=2, windows=5))
+    leader.receive(Moved(round=number, rank=2, windows=4))
+    reply = leader.receive(Ready(round=number, rank=1))
+    assert reply == Moved(round=number, rank=0, windows=8)
+    follower.receive(_version(number))
+    follower.take()
+    follower.receive(reply)
+    assert follower.windows == 8
+    assert leader.missing_parts == [0, 2]
+    leader.receive(Moved(round=number, rank=2, windows=9, whole=True))
+    assert leader.missing_parts == [0]
+
+
+def test_a_prefetch_takes_versions_only_and_a_call_answers_nothing_newer_first():
+    follower = Follower()
+    follower.receive(_round(1))
+    assert follower.next_part is None, "nothing newer is left for a call"
+    follower.receive(_version(2, ahead=True))
+    assert follower.next_round.round == 1
+    assert follower.take_part().round == 2
+    assert follower.next_round.round == 1, "rank 0 answered its call so, though it has fetched ahead since"
+    assert follower.take().round == 1
+    assert follower.taken == 2, "the version that waits is still the one taken"
+    assert follower.next_round is None
+
+
+def test_a_call_that_was_missed_is_not_answered_once_rank_0_calls_for_what_it_fetched_ahead():
+    follower = Follower()
+    follower.receive(_round(1))
+    follower.receive(_version(2, ahead=True))
+    follower.take_part()
+    follower.receive(_version(2))
+    assert follower.nothing is None
+    assert follower.next_round is None
+    assert not follower.superseded(2)
+    follower.receive(_version(3))
+    assert follower.superseded(2)
 
 
 def test_a_round_commits_only_when_every_rank_agreed():

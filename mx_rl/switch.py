@@ -1,0 +1,199 @@
+"""The last half of a sync: all ranks of a replica switch to the staged version, or none does.
+
+ready (every rank) -> shut holds -> vote -> decide (rank 0) -> write -> conclude -> acknowledge
+"""
+
+from __future__ import annotations
+
+import time
+
+from mx_rl.errors import (
+    Busy,
+    Closed,
+    IncompleteVersion,
+    MxRLError,
+    PeerLost,
+    RegistryLost,
+    StaleIncarnation,
+    Tainted,
+    VersionAborted,
+    VersionGone,
+)
+from mx_rl.install import Installer, Work
+from mx_rl.patience import Cancelled, Patience
+from mx_rl.records import Decision, Installed, VersionRecord, Vote
+from mx_rl.reports import SyncReport
+from mx_rl.staged import Staged
+from mx_rl.standing import Standing
+from mx_rl.tensors import resolve
+
+TRANSIENT = (VersionGone, PeerLost, RegistryLost, VersionAborted)
+"""What may go well at the next attempt."""
+
+
+class Switch(Standing):
+    """Installs what is staged."""
+
+    _installer: Installer
+
+    def _install(self, staged: Staged, patience: Patience, *, waited: float | None = None) -> SyncReport:
+        """``waited``: the version was staged before this call, which waited so long for it."""
+        with self._exclusive(patience):
+            if staged.over:
+                raise VersionAborted(
+                    f"version {staged.version} is staged no more", version=staged.version, reason="discarded"
+                )
+            begun = time.monotonic()
+            previous = self.version
+            try:
+                self._gather(staged, patience)
+                met = time.monotonic()
+                with self._holds.shut(patience):
+                    shut = time.monotonic()
+                    self._switch(staged, previous, patience)
+                    done = time.monotonic()
+            except BaseException as exc:
+                if not staged.over:
+                    self._end(staged)
+                    self._refuse_round(staged.round, staged.version, exc)
+                raise
+            self._acknowledge("installed", staged.version)
+            acked = time.monotonic()
+            before = staged.cargo.seconds
+            if waited is not None:
+                before = {"ahead": sum(before.values()), "wait": waited}
+            seconds = before | {
+                "ranks": met - begun,
+                "install": done - shut,
+                "pause": done - shut,
+                "ack": acked - done,
+            }
+            seconds["total"] = acked - begun + (sum(before.values()) if waited is None else waited)
+            return self._report(staged.cargo, previous, seconds)
+
+    def _gather(self, staged: Staged, patience: Patience) -> None:
+        """Every rank has staged its part and was asked to install it: only now do holds shut anywhere."""
+        _, ranks, _ = self._parts
+        if self.world_size == 1:
+            return
+        decision = ranks.meet(patience) if self.rank == 0 else ranks.ready(staged.round, patience)
+        if decision is not None:
+            self._end(staged)
+            self._raise_called_off(staged.version, decision.reason)
+
+    def _switch(self, staged: Staged, previous: int | None, patience: Patience) -> None:
+        """Holds are shut and drained: prepare, vote, decide, write. After the vote nothing waits but for the others."""
+        cargo = staged.cargo
+        work = self._installer.prepare(cargo.plan, cargo.landing.block, resolve(self._tensors))
+        self._call_before(previous, staged.version, patience)
+        try:
+            patience.commit()
+        except BaseException:  # told to stop, and nothing is voted yet
+            self._call_after(previous, previous)
+            raise
+        try:
+            decision = self._decide(staged, patience)
+        except BaseException as exc:
+            self._abandon(staged, exc)
+            self._call_after(previous, previous)
+            raise
+        self._end(staged)
+        if not decision.commit:
+            self._call_after(previous, previous)
+            self._raise_called_off(staged.version, decision.reason)
+        fault = self._write(work, cargo.record, previous)
+        self._conclude(staged, fault, patience.extended(self.options.lease_s))
+
+    def _abandon(self, staged: Staged, exc: BaseException) -> None:
+        """Interrupted between vote and decision: called off where that is still possible, else this rank is tainted."""
+        _, ranks, _ = self._parts
+        self._end(staged)
+        if self.rank == 0:
+            self._refuse_round(staged.round, staged.version, exc)
+        if self.rank or ranks.committed:
+            self._taint = self._taint or f"interrupted after the vote: {type(exc).__name__}"
+
+    def _decide(self, staged: Staged, patience: Patience) -> Decision:
+        _, ranks, _ = self._parts
+        vote = Vote(round=staged.round, rank=self.rank, agree=True)
+        if self.rank == 0:
+            return ranks.collect_votes(vote, patience)
+        found = ranks.vote(vote, patience.extended(patience.left + self.options.stall_s))
+        if found is None:
+            self._taint = "rank 0 did not tell its decision"
+            raise Tainted(
+                f"rank {self.rank} of replica {self.replica!r} voted for version {staged.version} and could not learn "
+                "the decision; sync again to heal",
+                reason=self._taint,
+            )
+        return found
+
+    def _write(self, work: Work, record: VersionRecord, previous: int | None) -> BaseException | None:
+        try:
+            work.run()
+            self._record = record
+            self._call_after(previous, record.number)
+        except BaseException as exc:  # noqa: BLE001 - the others must learn of it before it is raised
+            return exc
+        return None
+
+    def _conclude(self, staged: Staged, fault: BaseException | None, patience: Patience) -> None:
+        """All ranks have installed, or the replica is tainted on all of them."""
+        _, ranks, _ = self._parts
+        reason = "" if fault is None else f"{type(fault).__name__}: {fault}"[:1024]
+        self._taint = self._taint or "interrupted before all ranks had answered"
+        mine = Installed(
+            round=staged.round, rank=self.rank, agree=fault is None, reason=reason, source=staged.cargo.source
+        )
+        told = ranks.collect_installs(mine, patience) if self.rank == 0 else ranks.report_install(mine, patience)
+        if told is not None and told.agree and fault is None:
+            self._taint, self._void = None, False
+            self._held = ranks.stage_sources() if self.rank == 0 else ()
+            return
+        self._taint = reason or (told.reason if told is not None else "rank 0 did not say how the round ended")
+        self._acknowledge("tainted", staged.version, self._taint)
+        if fault is not None and not isinstance(fault, Exception):
+            raise fault  # Ctrl-C and exit are not ours to rename
+        raise Tainted(
+            f"version {staged.version} of {self.policy!r} may be mixed on replica {self.replica!r}: {self._taint}; "
+            "sync again to heal",
+            reason=self._taint,
+        ) from fault
+
+    def _raise_called_off(self, version: int, reason: str) -> None:
+        """A round that may go well next time is VersionAborted, which ``sync`` tries again; anything else is final."""
+        text = f"version {version} was not installed on replica {self.replica!r}: {reason}"
+        kinds: tuple[type[MxRLError], ...] = (*TRANSIENT, StaleIncarnation)
+        transient = [kind.__name__ for kind in kinds]
+        if self.rank == 0 and not any(name in reason for name in transient):
+            self._acknowledge("failed", version, reason)
+            raise IncompleteVersion(text, version=version, missing=[])
+        raise VersionAborted(text, version=version, reason=reason)
+
+    def _refuse_round(self, number: int, version: int, exc: BaseException) -> None:
+        """This rank cannot install: the round ends with nothing changed anywhere."""
+        _, ranks, _ = self._parts
+        reason = f"{type(exc).__name__}: {exc}"[:1024]
+        if self.rank:
+            ranks.refuse(Vote(round=number, rank=self.rank, agree=False, reason=reason))
+            return
+        ranks.call_off(reason)
+        if not isinstance(exc, (*TRANSIENT, Cancelled, Busy, Closed)):  # told to stop is not failed
+            self._acknowledge("failed", version, reason)
+
+    def _discard(self, staged: Staged, reason: str) -> None:
+        if not self._busy.acquire(timeout=self.options.lease_s):
+            raise Busy(f"another sync or install of policy {self.policy!r} is under way in this process: try again")
+        try:
+            if not staged.over:
+                self._end(staged)
+                text = VersionAborted(reason, version=staged.version, reason=reason)
+                self._refuse_round(staged.round, staged.version, text)
+        finally:
+            self._busy.release()
+        self._poke()
+
+    def _end(self, staged: Staged) -> None:
+        staged.over = True
+        if self._open_stage is staged:
+            self._open_stage = None
