@@ -15,7 +15,7 @@ from mx_rl.errors import InvalidArgument
 from mx_rl.kernels import base
 from mx_rl.kernels.base import kind_of, wire_width
 from mx_rl.layout import RankLayout, WorldLayout
-from mx_rl.plan import Plan
+from mx_rl.plan import Part, Plan
 from mx_rl.runs import SOURCE, STAGE, strides_of
 from mx_rl.table import widen
 from mx_rl.tensors import DTYPES, Shard
@@ -77,12 +77,20 @@ def snapshot_runs(layout: RankLayout, live: Live) -> Ints:
     )
 
 
-def target_runs(plan: Plan, world: WorldLayout, target: RankLayout, live: Live, rank: int) -> tuple[Ints, Units]:
-    """The runs between the arena of trainer rank ``rank`` and a target's live memory, in arena order, and their units."""
+def target_runs(
+    plan: Plan, world: WorldLayout, target: RankLayout, live: Live, parts: Sequence[Part]
+) -> tuple[Ints, Units]:
+    """The runs between the arena of one trainer rank and a target's live memory, in arena order, and their units.
+
+    ``parts``: parts of the plan, or copies of them, all of the rank whose arena it is.
+    """
     pieces, boxes = plan.pieces, world.boxes
     width = pieces.size.shape[1]
-    part = next((part for part in plan.parts if part.rank == rank), None)
-    rows = part.runs if part is not None else np.zeros((0, 3), np.int64)
+    if len({part.rank for part in parts}) > 1:
+        raise InvalidArgument(f"parts of ranks {sorted({part.rank for part in parts})}: takes those of one")
+    rows = np.concatenate([np.zeros((0, 3), np.int64), *(part.runs for part in parts)])
+    rows = rows[np.argsort(rows[:, STAGE], kind="stable")]
+    rank = parts[0].rank if parts else -1
     run = np.searchsorted(rows[:, STAGE], pieces.offset, side="right") - 1
     begun = rows[np.maximum(run, 0)] if len(rows) else np.zeros((len(run), 3), np.int64)
     found = np.flatnonzero((run >= 0) & (pieces.offset < begun[:, STAGE] + begun[:, 2]) & (pieces.nbytes > 0))

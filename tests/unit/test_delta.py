@@ -65,10 +65,12 @@ class Rollout:
         self.world = WorldLayout.merge([t.layout for t in trainers])
         self.layout = RankLayout.of(resolve(tensors))
         self.plan = make_plan(self.world, self.layout, window_bytes=4096)
-        live = live_of(self.layout, resolve(tensors))
-        self.runs = [target_runs(self.plan, self.world, self.layout, live, rank) for rank in range(len(trainers))]
+        self.runs = [self.through([p for p in self.plan.parts if p.rank == rank]) for rank in range(len(trainers))]
         self.blocks = [blocks_of_rank(self.world, rank) for rank in range(len(trainers))]
         self.begin()
+
+    def through(self, parts):
+        return target_runs(self.plan, self.world, self.layout, live_of(self.layout, resolve(self.tensors)), parts)
 
     def begin(self):
         self.sums, self.mistold = self.digests(), []
@@ -236,8 +238,7 @@ def narrow(trainers, tensors, kernels):
     rollout.world = WorldLayout.merge([t.layout for t in trainers])
     rollout.layout = RankLayout.of(resolve(tensors))
     rollout.plan = make_plan(rollout.world, rollout.layout, window_bytes=4096, strict=False)
-    live = live_of(rollout.layout, resolve(tensors))
-    rollout.runs = [target_runs(rollout.plan, rollout.world, rollout.layout, live, r) for r in range(len(trainers))]
+    rollout.runs = [rollout.through([p for p in rollout.plan.parts if p.rank == r]) for r in range(len(trainers))]
     rollout.blocks = [blocks_of_rank(rollout.world, rank) for rank in range(len(trainers))]
     rollout.begin()
     return rollout
@@ -333,6 +334,26 @@ def test_several_versions_are_chained_into_one_and_checked_once(codec):
     equal(copy, whole)
 
 
+def test_a_copy_on_another_rank_serves_as_well_as_the_owner():
+    whole = model()
+    extra = {"own": torch.randn(9, 9)}
+    trainers = [Trainer(whole | extra).publish(), Trainer(whole).publish()]
+    copy = {n: t.clone() for n, t in whole.items()}
+    rollout = narrow(trainers, copy, fast)
+    other = [part for one in rollout.plan.parts for part in one.copies]
+    assert {part.rank for part in other} == {1}
+    rollout.runs = [rollout.through([]), rollout.through(other)]
+    mutate(whole, 4)
+    for trainer in trainers:
+        trainer.publish()
+    deltas = [rollout.decode(rank, t.packed) for rank, t in enumerate(trainers)]
+    assert deltas[0].num_changes == 0
+    assert not any(len(proof.wrong) for proof in rollout.proofs(deltas, rollout.digests()))
+    assert not rollout.mistold
+    rollout.write(deltas)
+    equal(copy, whole)
+
+
 def test_nothing_changed_and_everything_changed():
     whole = {"w": torch.randn(300, 500).bfloat16()}
     trainer = Trainer(whole).publish()
@@ -415,7 +436,7 @@ def test_more_than_2_to_the_31_elements_are_addressed():
     part = Shard(torch.empty(4, 1 << 13, dtype=torch.bfloat16), shape=shape, offset=((1 << 20) - 4, 0))
     target = RankLayout.of({"w": (part,)})
     plan = make_plan(world, target, window_bytes=1 << 20)
-    runs, units = target_runs(plan, world, target, live_of(target, {"w": (part,)}), 0)
+    runs, units = target_runs(plan, world, target, live_of(target, {"w": (part,)}), plan.parts)
     assert runs[:, base.POSITION].tolist() == [(1 << 33) - (1 << 15)]
     assert runs[:, base.SLOT].tolist() == [2 * ((1 << 33) - (1 << 15))]
     assert np.flatnonzero(wanted(blocks, runs)).tolist() == [(1 << 17) - 1]
