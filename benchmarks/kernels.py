@@ -98,10 +98,13 @@ class Bench:
         target = was.copy()
         nbytes = 2 * self.count
 
-        def encode() -> delta.Encoded:
+        known = np.zeros(1, np.uint64)
+        fast.snapshot(self.runs(self.steps[share]), slot.ctypes.data, known)
+
+        def encode(base_sums: base.Sums | None = known) -> delta.Encoded:
             found, _ = delta.encode(
                 fast, runs, self.blocks, slot=slot.ctypes.data, base_slot=was.ctypes.data, num_units=1,
-                payload=self.payload, old=self.old,
+                payload=self.payload, old=self.old, base_sums=base_sums,
             )  # fmt: skip
             assert found is not None
             return found
@@ -121,7 +124,8 @@ class Bench:
             return changes == int((slot != was).reshape(-1, 2).any(axis=1).sum())
 
         return [
-            (f"diff, {name}", nbytes, encode, listed),
+            (f"diff, and digest of the changes, {name}", nbytes, encode, listed),
+            (f"diff, and digest of the whole, {name}", nbytes, lambda: encode(None), listed),
             (f"check, {name}", nbytes, lambda: one.check(fast, patch, 1), lambda: True),
             (f"write, {name}", nbytes, lambda: one.write(fast, patch), equal),
         ]

@@ -16,7 +16,9 @@ def _library() -> Any:
             return importlib.import_module(name)
         except ImportError:
             continue
-    raise MissingExtra("packed deltas need zstd: pip install backports.zstd (Python 3.14 has its own)", extra="delta")
+    raise MissingExtra(
+        "packed deltas need zstd: pip install backports.zstd (Python 3.14 has its own)", extra="backports.zstd"
+    )
 
 
 def compress(data: bytes) -> bytes:

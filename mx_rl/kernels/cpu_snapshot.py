@@ -9,6 +9,7 @@ import numpy as np
 from mx_rl.kernels import base
 from mx_rl.kernels.base import Bytes, Counts, Diffed, Ints, Sums
 from mx_rl.kernels.cpu_casts import move
+from mx_rl.kernels.cpu_lines import LINE, copy_line, copy_line_differs, line_differs, settle
 from mx_rl.kernels.cpu_memory import (
     TILE,
     bytes_at,
@@ -27,8 +28,7 @@ LIVE, STEP, SLOT, COUNT, POSITION, UNIT, KIND = range(base.RUN_COLUMNS)
 LO, LENGTH, WIDTH = range(base.BLOCK_COLUMNS)
 DENSE = base.DENSE
 _ROOM = base.BLOCK_ELEMENTS + 64
-_LINE = 16
-"""Words compared at a time: a line of cache without a change is passed over."""
+_LARGE_BYTES = 4 << 20
 
 
 @inline
@@ -38,27 +38,57 @@ def _log2(code: Any) -> Any:
 
 
 @inline
-def _take(runs: Any, row: Any, done: Any, count: Any, slot: Any, scratch: Any, sums: Any) -> Any:
-    """Bring elements ``done`` to ``done + count`` of a run into the slot, and add their digest."""
-    kind = runs[row, KIND]
-    source = runs[row, LIVE] + ((done * runs[row, STEP]) << _log2(kind >> 3))
-    shift = _log2(kind & 7)
-    target = slot + runs[row, SLOT] + (done << shift)
+def _gathered(runs: Any, row: Any, done: Any, count: Any, scratch: Any) -> Any:
+    """Where elements ``done`` to ``done + count`` of a run lie side by side."""
+    shift = _log2(runs[row, KIND] >> 3)
+    source = runs[row, LIVE] + ((done * runs[row, STEP]) << shift)
     if runs[row, STEP] != 1 and count > 1:
-        collect(scratch, source, runs[row, STEP], count, 1 << _log2(kind >> 3))
-        source = scratch
-    move(kind, target, source, count)
-    if runs[row, UNIT] >= 0:
-        sums[runs[row, UNIT]] += tile_sum(target, count << shift, (runs[row, POSITION] + done) << shift)
+        collect(scratch, source, runs[row, STEP], count, 1 << shift)
+        return scratch
+    return source
 
 
-@compiled("void(int64[:, ::1], int64, uint64[::1], uint64[::1])")
-def _snapshot(runs: Any, slot: Any, sums: Any, tile: Any) -> None:
+@inline
+def _plain(kind: Any) -> Any:
+    return kind >> 3 == kind & 7
+
+
+@compiled("void(int64, int64, int64)")
+def _stream(target: int, source: int, nbytes: int) -> None:
+    """Copy past the cache; the target begins at a line."""
+    whole = nbytes // LINE * LINE
+    for at in range(0, whole, LINE):
+        copy_line(target + at, source + at)
+    copy_bytes(target + whole, source + whole, nbytes - whole)
+
+
+@inline
+def _take(runs: Any, row: Any, done: Any, count: Any, slot: Any, scratch: Any, sums: Any, large: Any) -> Any:
+    """Bring elements ``done`` to ``done + count`` of a run into the slot, and add their digest."""
+    kind, shift = runs[row, KIND], _log2(runs[row, KIND] & 7)
+    source, target, nbytes = (
+        _gathered(runs, row, done, count, scratch),
+        slot + runs[row, SLOT] + (done << shift),
+        count << shift,
+    )
+    if large and _plain(kind) and target % LINE == 0:
+        _stream(target, source, nbytes)
+    else:
+        move(kind, target, source, count)
+    if runs[row, UNIT] >= 0:  # from where the bytes are in cache
+        sums[runs[row, UNIT]] += tile_sum(
+            source if _plain(kind) else target, nbytes, (runs[row, POSITION] + done) << shift
+        )
+
+
+@compiled("void(int64[:, ::1], int64, uint64[::1], uint64[::1], boolean)")
+def _snapshot(runs: Any, slot: Any, sums: Any, tile: Any, large: Any) -> None:
     scratch = tile.ctypes.data
     for row in range(len(runs)):
         count = runs[row, COUNT]
         for done in range(0, count, TILE):
-            _take(runs, row, done, min(TILE, count - done), slot, scratch, sums)
+            _take(runs, row, done, min(TILE, count - done), slot, scratch, sums, large)
+    settle()
 
 
 @inline
@@ -75,66 +105,67 @@ def _append(
 
 
 @inline
-def _compare(new: Any, old: Any, a: Any, b: Any, first: Any, index: Any, values: Any, olds: Any, listed: Any) -> Any:
-    """``a`` and ``b`` are ``new`` and ``old`` in words."""
-    per, found, start = np.uint64(8 // new.itemsize), np.uint64(listed), np.uint64(first)
-    whole = np.uint64(len(a) // _LINE * _LINE)
-    for word in range(np.uint64(0), whole, np.uint64(_LINE)):
-        differs = np.uint64(0)
-        for i in range(_LINE):
-            differs |= a[word + np.uint64(i)] ^ b[word + np.uint64(i)]
+def _compare(
+    target: Any, source: Any, other: Any, stream: Any, new: Any, old: Any, first: Any, index: Any, values: Any,
+    olds: Any, listed: Any,
+) -> Any:  # fmt: skip
+    """``new`` and ``old``: elements at ``source`` and ``other``; with ``stream``, new ones go to ``target`` on the way."""
+    size = new.itemsize
+    per, in_word, found, start = LINE // size, 8 // size, np.uint64(listed), np.uint64(first)
+    lines = len(new) // per
+    a, b = longs_at(source, 8 * lines), longs_at(other, 8 * lines)
+    for line in range(lines):
+        at = line * LINE
+        if stream:
+            differs = copy_line_differs(target + at, source + at, other + at)
+        else:
+            differs = line_differs(source + at, other + at)
         if differs:
-            for i in range(_LINE):
-                at = word + np.uint64(i)
-                if a[at] != b[at]:
-                    found = _append(new, old, at * per, (at + np.uint64(1)) * per, start, index, values, olds, found)
-    return np.int64(_append(new, old, whole * per, np.uint64(len(new)), start, index, values, olds, found))
+            for word in range(np.uint64(8 * line), np.uint64(8 * line + 8)):
+                if a[word] != b[word]:
+                    begin = word * np.uint64(in_word)
+                    found = _append(new, old, begin, begin + np.uint64(in_word), start, index, values, olds, found)
+    begin = np.uint64(lines * per)
+    if stream:
+        copy_bytes(target + lines * LINE, source + lines * LINE, len(new) * size - lines * LINE)
+    return np.int64(_append(new, old, begin, np.uint64(len(new)), start, index, values, olds, found))
 
 
-@compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+@compiled("int64(int64, int64, int64, int64, boolean, int64, int64, int64, int64, int64, int64)")
 def _list(
-    width: int, new: int, old: int, count: int, first: int, index: int, values: int, olds: int, found: int
+    width: int,
+    target: int,
+    source: int,
+    other: int,
+    stream: bool,
+    count: int,
+    first: int,
+    index: int,
+    values: int,
+    olds: int,
+    found: int,
 ) -> Any:
     """Append where ``count`` elements differ to lists of at most a block; returns how many are listed then."""
-    words = count * width >> 3
-    a, b, listed = longs_at(new, words), longs_at(old, words), halves_at(index, _ROOM)
+    listed = halves_at(index, _ROOM)
     if width == 1:
         return _compare(
-            bytes_at(new, count),
-            bytes_at(old, count),
-            a,
-            b,
-            first,
-            listed,
-            bytes_at(values, _ROOM),
-            bytes_at(olds, _ROOM),
-            found,
-        )
+            target, source, other, stream, bytes_at(source, count), bytes_at(other, count), first, listed,
+            bytes_at(values, _ROOM), bytes_at(olds, _ROOM), found,
+        )  # fmt: skip
     if width == 2:
         return _compare(
-            halves_at(new, count),
-            halves_at(old, count),
-            a,
-            b,
-            first,
-            listed,
-            halves_at(values, _ROOM),
-            halves_at(olds, _ROOM),
-            found,
-        )
+            target, source, other, stream, halves_at(source, count), halves_at(other, count), first, listed,
+            halves_at(values, _ROOM), halves_at(olds, _ROOM), found,
+        )  # fmt: skip
     if width == 4:
         return _compare(
-            words_at(new, count),
-            words_at(old, count),
-            a,
-            b,
-            first,
-            listed,
-            words_at(values, _ROOM),
-            words_at(olds, _ROOM),
-            found,
-        )
-    return _compare(a, b, a, b, first, listed, longs_at(values, _ROOM), longs_at(olds, _ROOM), found)
+            target, source, other, stream, words_at(source, count), words_at(other, count), first, listed,
+            words_at(values, _ROOM), words_at(olds, _ROOM), found,
+        )  # fmt: skip
+    return _compare(
+        target, source, other, stream, longs_at(source, count), longs_at(other, count), first, listed,
+        longs_at(values, _ROOM), longs_at(olds, _ROOM), found,
+    )  # fmt: skip
 
 
 @inline
@@ -144,10 +175,19 @@ def _pad8(nbytes: Any) -> Any:
 
 @compiled(
     "UniTuple(int64, 2)(int64[:, ::1], int64[:, ::1], int64, int64, uint64[::1], uint16[::1], uint8[::1], uint8[::1],"
-    " uint64[:, ::1])"
+    " uint64[:, ::1], boolean)"
 )
 def _diff(
-    runs: Any, blocks: Any, slot: Any, base_slot: Any, sums: Any, counts: Any, payload: Any, old: Any, lists: Any
+    runs: Any,
+    blocks: Any,
+    slot: Any,
+    base_slot: Any,
+    sums: Any,
+    counts: Any,
+    payload: Any,
+    old: Any,
+    lists: Any,
+    large: Any,
 ) -> Any:
     index = lists.ctypes.data
     values, olds, scratch = index + 8 * _ROOM, index + 16 * _ROOM, index + 24 * _ROOM
@@ -160,9 +200,17 @@ def _diff(
         while row < len(runs) and runs[row, SLOT] + done * width < end:
             at = runs[row, SLOT] + done * width
             count = min(TILE, runs[row, COUNT] - done, (end - at) // width)
-            _take(runs, row, done, count, slot, scratch, sums)
-            if fits and found <= most:
-                found = _list(width, slot + at, base_slot + at, count, (at - lo) // width, index, values, olds, found)
+            source, kind, nbytes = _gathered(runs, row, done, count, scratch), runs[row, KIND], count * width
+            target, other, first, listing = slot + at, base_slot + at, (at - lo) // width, fits and found <= most
+            stream = listing and large and _plain(kind) and target % LINE == 0
+            if not stream:
+                move(kind, target, source, count)
+            if not _plain(kind):
+                source = target
+            if listing:
+                found = _list(width, target, source, other, stream, count, first, index, values, olds, found)
+            if runs[row, UNIT] >= 0:
+                sums[runs[row, UNIT]] += tile_sum(source, nbytes, (runs[row, POSITION] + done) * width)
             done += count
             if done == runs[row, COUNT]:
                 row, done = row + 1, 0
@@ -184,21 +232,30 @@ def _diff(
             copy_bytes(to + used, slot + lo, length * width)
             copy_bytes(to_old + used_old, base_slot + lo, length * width)
         used, used_old = used + size, used_old + size_old
+    settle()
     return (used, used_old) if fits else (-1, -1)
 
 
-@compiled("void(int64[:, ::1], int64)")
-def _scatter(runs: Any, stage: Any) -> None:
+@compiled("void(int64[:, ::1], int64, boolean)")
+def _scatter(runs: Any, stage: Any, large: Any) -> None:
     for row in range(len(runs)):
-        shift, step = _log2(runs[row, KIND] & 7), runs[row, STEP]
-        if step == 1:
-            copy_bytes(runs[row, LIVE], stage + runs[row, SLOT], runs[row, COUNT] << shift)
+        shift, step, target = _log2(runs[row, KIND] & 7), runs[row, STEP], runs[row, LIVE]
+        if step != 1:
+            spread(target, stage + runs[row, SLOT], step, runs[row, COUNT], 1 << shift)
+        elif large and target % LINE == 0:
+            _stream(target, stage + runs[row, SLOT], runs[row, COUNT] << shift)
         else:
-            spread(runs[row, LIVE], stage + runs[row, SLOT], step, runs[row, COUNT], 1 << shift)
+            copy_bytes(target, stage + runs[row, SLOT], runs[row, COUNT] << shift)
+    settle()
+
+
+def _large(runs: Ints) -> bool:
+    """More than caches hold: what is written will have left them before anyone reads it."""
+    return int(runs[:, COUNT] @ base.wire_width(runs[:, KIND])) > _LARGE_BYTES
 
 
 def snapshot(runs: Ints, slot: int, sums: Sums) -> None:
-    _snapshot(runs, slot, sums, np.empty(TILE, np.uint64))
+    _snapshot(runs, slot, sums, np.empty(TILE, np.uint64), _large(runs))
 
 
 def diff(
@@ -206,8 +263,8 @@ def diff(
 ) -> Diffed:
     # Not made inside: numba frees an array after the last use of its name, whoever still has its address.
     lists = np.empty((4, _ROOM), np.uint64)
-    return Diffed(*_diff(runs, blocks, slot, base_slot, sums, counts, payload, old, lists))
+    return Diffed(*_diff(runs, blocks, slot, base_slot, sums, counts, payload, old, lists, _large(runs)))
 
 
 def scatter(runs: Ints, stage: int) -> None:
-    _scatter(runs, stage)
+    _scatter(runs, stage, _large(runs))

@@ -23,16 +23,20 @@ CASTS = [(a, b) for a in FLOATS for b in FLOATS if a != b]
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-@pytest.fixture(scope="module", params=["cpu", "cuda source on the host"])
+@pytest.fixture(scope="module", params=["cpu", "cpu past the cache", "cuda source on the host"])
 def lab(request, tmp_path_factory):
     """The kernels to try; how many elements a block has, and a few thousand of them: fibers switch 10^5 times a second."""
-    if request.param == "cpu":
+    if request.param.startswith("cpu"):
         fast = pytest.importorskip("mx_rl.kernels.fast", reason="needs numba", exc_type=ImportError)
-        return SimpleNamespace(kernels=fast, block=base.BLOCK_ELEMENTS, many=100_000)
+        with pytest.MonkeyPatch.context() as patch:
+            if request.param == "cpu past the cache":
+                patch.setattr("mx_rl.kernels.cpu_snapshot._LARGE_BYTES", -1)
+            yield SimpleNamespace(kernels=fast, block=base.BLOCK_ELEMENTS, many=100_000)
+        return
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     library = cuda_host.build(tmp_path_factory.mktemp("cuda"))
-    return SimpleNamespace(kernels=cuda.Cuda(cuda_host.HostDevice(library)), block=700, many=2_000)
+    yield SimpleNamespace(kernels=cuda.Cuda(cuda_host.HostDevice(library)), block=700, many=2_000)
 
 
 EDGES = [0, 1, 2, 3, 7, 8, 9, 63, 64, 65, 4095, 4096, 4097, 9000]
@@ -59,8 +63,15 @@ def table(*rows):
     return np.array(rows, np.int64).reshape(-1, base.RUN_COLUMNS)
 
 
+def aligned(nbytes, filling):
+    """As arenas are: at a multiple of 64."""
+    memory = np.full(nbytes + 64, filling, np.uint8)
+    begin = -memory.ctypes.data % 64
+    return memory[begin : begin + nbytes]
+
+
 def snap(kernels, runs, nbytes, units=1):
-    slot, sums = np.full(nbytes + 64, 0x5A, np.uint8), np.zeros(units, np.uint64)
+    slot, sums = aligned(nbytes, 0x5A), np.zeros(units, np.uint64)
     kernels.snapshot(runs, slot.ctypes.data, sums)
     return slot, sums
 
@@ -138,7 +149,7 @@ def blocks_of(nbytes_per_segment, length=base.BLOCK_ELEMENTS):
 
 
 def diffed(kernels, runs, blocks, was, room):
-    slot = np.full(len(was), 0x77, np.uint8)
+    slot = aligned(len(was), 0x77)
     sums, counts = np.zeros(8, np.uint64), np.zeros(len(blocks), np.uint16)
     payload, old = np.zeros(room, np.uint8), np.zeros(room, np.uint8)
     found = kernels.diff(runs, blocks, slot.ctypes.data, was.ctypes.data, sums, counts, payload, old)
@@ -301,7 +312,7 @@ def test_indices_out_of_order_or_range_are_seen(lab):
 def test_a_scatter_puts_every_run_in_its_place(lab, width):
     code = {1: 0, 2: 1, 4: 2, 8: 3}[width]
     stage = np.random.default_rng(2).integers(0, 256, 5000 * width, dtype=np.uint8)
-    live = [np.zeros(12_000 * width, np.uint8) for _ in range(2)]
+    live = [aligned(12_000 * width, 0) for _ in range(2)]
     for kernels, target in zip((lab.kernels, plain), live, strict=True):
         rows = [
             run(target[8 * width :], 0, 1001, kind=code << 3 | code),
