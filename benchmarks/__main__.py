@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 
+from benchmarks import guide
 from benchmarks.contenders import CONTENDERS, Contender, Memcpy, OverTcp, Round
 from benchmarks.figures import contenders_table, stages_table
 from benchmarks.machine import describe, load
@@ -20,6 +21,7 @@ from benchmarks.process import Process, everywhere
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK_BYTES, QUICK_ROUNDS = 8 << 20, 3
+GUIDE = "guide"
 WARM_ROUNDS = 3
 """Both slots of a ring, and the pages of the object store, are touched before anything counts."""
 
@@ -50,6 +52,10 @@ def main() -> None:
     print(contenders_table(found, size, floor))
     print()
     print(stages_table(found))
+    if not options.only or GUIDE in options.only:
+        print()
+        guide.measure(shapes, rounds)
+        print(f"\nafter: {load()}")
 
 
 def _run(kinds: list[type[Contender]], shapes: Shapes, rounds: int) -> dict[type[Contender], list[Round]]:
@@ -82,7 +88,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--bytes", type=int, metavar="N", help="bytes of the model (default: SmolLM2-135M, 269 MB)")
     parser.add_argument("--rounds", type=int, metavar="R", help="measured rounds (default: 15)")
-    names = [kind.name for kind in CONTENDERS]
+    names = [*(kind.name for kind in CONTENDERS), GUIDE]
     parser.add_argument("--only", action="append", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument("--quick", action="store_true", help="8 MB and 3 rounds: for CI, whose figures mean nothing")
     return parser.parse_args()

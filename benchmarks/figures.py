@@ -13,6 +13,11 @@ def spread(values: Sequence[float]) -> str:
     return f"{_ms(statistics.median(values))} ({_ms(min(values))}..{_ms(max(values))})"
 
 
+def milliseconds(values: Sequence[float]) -> str:
+    """Median in milliseconds."""
+    return _ms(statistics.median(values))
+
+
 def quartiles(values: Sequence[float]) -> str:
     """Distance between the quartiles in milliseconds."""
     if len(values) < 2:

@@ -14,6 +14,19 @@ from mx_rl.config import Options
 from mx_rl.transport.agent import Agent, Moves
 
 
+def copy_floor(nbytes: int) -> float:
+    """Seconds of a copy of ``nbytes`` between two huge-page blocks; pages are touched before it is timed."""
+    if nbytes not in _blocks:
+        _blocks[nbytes] = Arena(2, nbytes, nonce=1)
+        _blocks[nbytes].blocks[1].copy_(_blocks[nbytes].blocks[0])
+    begun = time.perf_counter()
+    _blocks[nbytes].blocks[1].copy_(_blocks[nbytes].blocks[0])
+    return time.perf_counter() - begun
+
+
+_blocks: dict[int, Arena] = {}
+
+
 class Memory:
     """Two huge-page blocks of the model's size at a reader; one at the trainer."""
 

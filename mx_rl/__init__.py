@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from mx_rl.config import Options
     from mx_rl.errors import MxRLError
     from mx_rl.publisher import Publisher
-    from mx_rl.reports import Receipt, SyncReport, Version
+    from mx_rl.reports import MemoryReport, Receipt, SyncReport, Version
     from mx_rl.staged import Staged
     from mx_rl.status import connect
     from mx_rl.subscriber import Subscriber
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "MemoryReport",
     "MxRLError",
     "Options",
     "Publisher",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "MemoryReport": "reports",
     "MxRLError": "errors",
     "Options": "config",
     "Publisher": "publisher",

@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import platform
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ COUNT_MASK = (1 << COUNT_BITS) - 1
 CLOSED = (1 << 64) - 1
 """The word of memory that is about to be freed."""
 
+_MADV_DONTNEED = 4
 _MADV_HUGEPAGE = 14
 _STRONG_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")
 
@@ -88,6 +90,17 @@ class Arena:
 
     def address(self, block: int) -> int:
         return int(self._whole.ctypes.data) + block * self._pitch
+
+    def give_back(self, kept: Sequence[tuple[int, int]]) -> None:
+        """Let the system take every page that none of the (address, nbytes) in ``kept`` touches: those tensors live on,
+        and would hold the whole arena with them. What was there is lost."""
+        page, at, end = mmap.PAGESIZE, 0, len(self._map)
+        base = int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
+        for address, nbytes in [*sorted(kept), (base + end, 0)]:
+            low = (address - base) // page * page
+            if low > at and hasattr(self._map, "madvise"):
+                self._map.madvise(_MADV_DONTNEED, at, low - at)
+            at = max(at, align_up(address - base + nbytes, page))
 
     def close(self) -> None:
         for header in self.headers:

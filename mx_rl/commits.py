@@ -169,7 +169,10 @@ class Commits:
         before = (key[0], key[1] - 1)
         known = self._outcomes.get(before)
         if not self.partners.knows(key[0]) and known is not None and known.state == "staging":
-            self._await(before, 0.0)  # the other ranks' layouts are news until they are known
+            try:
+                self._await(before, 0.0)  # the other ranks' layouts are news until they are known
+            except MxRLError as exc:
+                log.warning("policy %s: what became of the last publish is not known yet: %s", self._member.policy, exc)
         try:
             return self.partners.prove(commit, snapshot)
         except Exception as exc:

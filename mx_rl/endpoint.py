@@ -16,11 +16,14 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
 from mx_rl import errors
+from mx_rl.addresses import decode_table
 from mx_rl.arena import Arena
+from mx_rl.columns import Ints
 from mx_rl.config import Options
 from mx_rl.copies import close_pools
-from mx_rl.errors import Closed, Fenced, InvalidArgument, MxRLError, PeerLost, RegistryLost, SeatTaken
+from mx_rl.errors import Closed, Fenced, InvalidArgument, MxRLError, PeerLost, RegistryLost, SeatTaken, VersionGone
 from mx_rl.records import (
+    MAX_EXTENTS,
     SEAT_PREFIX,
     AnyCommand,
     AnyResult,
@@ -28,15 +31,18 @@ from mx_rl.records import (
     Blobs,
     Dead,
     EndpointRecord,
+    ExtentRecord,
     GetBlobs,
     Leave,
     PutBlob,
     Refused,
+    RegionRecord,
     decode,
+    table_key,
 )
 from mx_rl.registry import Registry, open_registry, registry_name
 from mx_rl.transport import make_transport
-from mx_rl.transport.base import Server, Transport
+from mx_rl.transport.base import Region, Server, Transport
 from mx_rl.transport.place import here
 
 log = logging.getLogger("mx_rl")
@@ -130,12 +136,19 @@ class Endpoint:
 
     # ---- serving
 
-    def serve(self, role: str, count: int, nbytes: int, device: str = "cpu") -> Served:
+    def serve(
+        self, role: str, count: int, nbytes: int, device: str = "cpu", *, extents: Sequence[Region] | None = None
+    ) -> Served:
         """Allocate ``count`` blocks of ``nbytes`` and let members read them. All of it is registered before the record
-        exists: what is allocated later gets another agent."""
+        exists: what is allocated later gets another agent.
+
+        ``extents``: the one block, if it has any bytes, and this memory of others are read by a run table
+        (``records.table_key``).
+        """
         name, nonce = unique_name(role), secrets.randbits(63)
         arena = Arena(count, nbytes, nonce=nonce, huge_pages=self.options.huge_pages, device=device)
-        server = self.transport.serve(name, arena.regions())
+        server = self.transport.serve(name, [*arena.regions(), *(extents or ())])
+        regions = arena.records() if extents is None else (_scattered(arena, extents),)
         record = EndpointRecord(
             agent=name,
             nonce=nonce,
@@ -143,7 +156,7 @@ class Endpoint:
             release=self.transport.release,
             place=here(),
             address=server.address,
-            regions=arena.records(),
+            regions=regions,
         )
         served = Served(name, nonce, arena, server, record)
         with self._change:
@@ -197,6 +210,15 @@ class Endpoint:
             self._members = [other for other in self._members if other is not member]
 
 
+def _scattered(arena: Arena, extents: Sequence[Region]) -> RegionRecord:
+    (block,) = arena.records()
+    own = [Region(address=block.address, nbytes=block.nbytes, device=block.device)] if block.nbytes else []
+    if len(own) + len(extents) > MAX_EXTENTS:
+        raise InvalidArgument(f"{len(extents)} separate pieces of memory: at most {MAX_EXTENTS} are served in place")
+    listed = [ExtentRecord(address=x.address, nbytes=x.nbytes, device=x.device) for x in (*own, *extents)]
+    return RegionRecord(header=block.header, address=block.address, nbytes=block.nbytes, extents=tuple(listed))
+
+
 class _Hurry:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -227,6 +249,7 @@ class Member:
         self._boot: int | None = None
         self._stale = False
         self._records: dict[str, EndpointRecord] = {}
+        self._tables: dict[str, Ints] = {}
         endpoint.add(self)
 
     def ask(self, command: AnyCommand, kind: type[T] | None = None, *, timeout: float | None = None) -> T:
@@ -293,8 +316,9 @@ class Member:
         """Something could not be told: say everything again with the next beat that gets through."""
         self._stale = True
 
-    def put(self, key: str, data: bytes) -> None:
-        self.ask(PutBlob(policy=self.policy, key=key, data=data, owner=self.incarnation))
+    def put(self, key: str, data: bytes, *, replaces: Sequence[str] = ()) -> None:
+        """Tell a blob; what it ``replaces`` is forgotten."""
+        self.ask(PutBlob(policy=self.policy, key=key, data=data, owner=self.incarnation, replaces=tuple(replaces)))
 
     def blobs(self, keys: Sequence[str]) -> dict[str, bytes]:
         """Those of ``keys`` that the registry knows."""
@@ -314,6 +338,23 @@ class Member:
                 self._records.clear()
             self._records[agent] = record
         return record
+
+    def run_table(self, agent: str, order: str) -> Ints:
+        """The run table of scattered memory. Raises VersionGone where the registry has none: its owner serves with
+        another agent now, or has left."""
+        key = table_key(agent, order)
+        rows = self._tables.get(key)
+        if rows is None:
+            data = self.blobs([key]).get(key)
+            if data is None:
+                raise VersionGone(
+                    f"agent {agent} reads out no table for {order}: it has moved", version=None, peer=agent
+                )
+            rows = decode_table(data)
+            if len(self._tables) >= 64:
+                self._tables.clear()
+            self._tables[key] = rows
+        return rows
 
     def report_if_dead(self, holder: str) -> bool:
         """Ask a seat's holder on the data plane itself: its lease may outlive its process by half a minute.
@@ -340,10 +381,15 @@ class Member:
     def leave(self) -> None:
         """Idempotent; a registry that does not answer lets the lease run out instead."""
         self.endpoint.remove(self)
+        self._reassert = _nothing  # its owner's method: a circle that would keep the owner's arenas until gc runs
         try:
             self.endpoint.registry.call(Leave(policy=self.policy, incarnation=self.incarnation), timeout=5.0)
         except RegistryLost as exc:
             log.warning("policy %s: %s could not say goodbye: %s", self.policy, self.incarnation, exc)
+
+
+def _nothing() -> None:
+    """What a member that has left says again."""
 
 
 def refused(result: Refused) -> MxRLError:

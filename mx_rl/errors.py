@@ -53,7 +53,10 @@ class MxRLError(Exception):
         return (_rebuild, (type(self), str(self), self.fields))
 
     def as_dict(self) -> dict[str, Any]:
-        return {"error": type(self).__name__, "message": str(self), **self.fields}
+        # ray.get raises a class that it derives from ours on the spot, with ours as its ``cause``.
+        cause = getattr(self, "cause", None)
+        told = cause if isinstance(cause, MxRLError) else self
+        return {"error": type(told).__name__, "message": str(told), **told.fields}
 
 
 def _rebuild(kind: type[MxRLError], message: str, fields: dict[str, Any]) -> MxRLError:

@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
+from mx_rl.columns import Ints
 from mx_rl.errors import CorruptRecord, InvalidArgument, MxRLError, PeerLost, VersionGone
 from mx_rl.landing import Landing
 from mx_rl.patience import Patience
 from mx_rl.plan import Part, Plan
-from mx_rl.records import EndpointRecord, Holder, Source, VersionRecord
+from mx_rl.records import PACKING, EndpointRecord, Holder, Source, VersionRecord
 from mx_rl.transport.base import Flow, Windows
+from mx_rl.windows import make_windows
 
 log = logging.getLogger("mx_rl")
 
@@ -107,6 +107,7 @@ class Fetch:
         *,
         haul: Haul,
         lookup: Callable[[str], EndpointRecord],
+        table: Callable[[str, str], Ints],
         replace: Callable[[Landing], Landing],
         patience: Patience,
         moved: Callable[[int], None],
@@ -116,6 +117,7 @@ class Fetch:
         self._suppliers = list(found)
         self._haul = haul
         self._lookup = lookup
+        self._table = table
         self._replace = replace
         self._patience = patience
         self._moved = moved
@@ -237,18 +239,9 @@ class Fetch:
         if supplier.source.region >= len(record.regions):
             raise InvalidArgument(f"{supplier.label} names region {supplier.source.region} of {len(record.regions)}")
         region = record.regions[supplier.source.region]
-        stage = self._progress.landing.address
-        if supplier.part is not None:
-            part = supplier.part
-            runs = part.runs + np.array([stage, region.address, 0], dtype=np.int64)
-            return Windows(runs=runs, starts=part.starts, needs=part.needs)
-        bounds = np.asarray(self._plan.window_bounds, dtype=np.int64).reshape(-1, 2)
-        low, high = bounds[:, 0], bounds[:, 1]
-        runs = np.stack([stage + low, region.address + low, high - low], axis=1)
-        count = len(bounds)
-        return Windows(
-            runs=runs, starts=np.arange(count + 1, dtype=np.int64), needs=np.arange(1, count + 1, dtype=np.int64)
-        )
+        order = PACKING if supplier.part is not None else self._plan.world_hash
+        source = self._table(record.agent, order) if region.extents else region.address
+        return make_windows(self._plan, supplier.part, stage=self._progress.landing.place, source=source)
 
     def _fail(self, supplier: Supplier, error: MxRLError) -> None:
         """Take the supplier's process out and give its open windows to another; if bytes may come late, leave the landing
@@ -259,11 +252,10 @@ class Fetch:
         lost = {window for one in these for window in self._assigned.pop(one, ())}
         self._refuse(these, error)
         if not clean:
-            for windows in self._assigned.values():
-                lost |= windows
             self._assigned.clear()
             self._close_flows()
             self._isolate()
+            lost = set(range(len(self._plan.window_bounds))) - self._progress.confirmed
         elif isinstance(error, PeerLost):
             self._progress.landing.drop(agent)
         self._assign(lost)
@@ -302,6 +294,8 @@ class Fetch:
             return
         fresh = self._replace(landing)
         fresh.header.begin()
+        if landing.table is not None:
+            self._progress.confirmed.clear()  # it lies in an order of its own: all of it is moved again
         for window in self._progress.confirmed:
             low, high = self._plan.window_bounds[window]
             fresh.block[low:high].copy_(landing.block[low:high])

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from mx_rl.errors import CorruptRecord, IncompleteVersion, StaleVersion, VersionGone
-from mx_rl.layout import RankLayout
+from mx_rl.errors import CorruptRecord, IncompleteVersion, InvalidArgument, StaleVersion, VersionGone
 from mx_rl.patience import Patience
 from mx_rl.prefetch import Prefetched
 from mx_rl.records import AnyResult, Nothing, Resolve, Round, Target, VersionRecord
@@ -19,7 +18,6 @@ from mx_rl.reports import SyncReport
 from mx_rl.staged import Staged
 from mx_rl.switch import TRANSIENT, Switch
 from mx_rl.target import not_ready
-from mx_rl.tensors import resolve
 
 log = logging.getLogger("mx_rl")
 
@@ -60,6 +58,10 @@ class Intake(Switch, Prefetched):
         return self._persist(attempt, exact, patience)
 
     def _stage_within(self, least: int | None, exact: int | None, patience: Patience) -> Staged | None:
+        staging, _, _ = self._parts
+        if staging.stage.direct:
+            raise InvalidArgument('stage() with stage="none": its bytes go straight into live weights, so call sync()')
+
         def attempt() -> Staged | SyncReport:
             open_stage = self._open_stage
             found = self._find_stage(least, exact, patience) if open_stage is not None and open_stage.ahead else None
@@ -88,7 +90,8 @@ class Intake(Switch, Prefetched):
         else:
             usable = exact in (None, staged.version) and staged.version >= (least or 0)
             usable = usable and (staged.full or self._taint is None)
-        if not usable or RankLayout.of(resolve(self._tensors)).hash != staged.cargo.layout:
+        layout = self._layout()
+        if not usable or (layout.hash if layout is not None else "") != staged.cargo.layout:
             self._discard(staged, "a call needs another version")
             return None
         if self.rank == 0:
@@ -100,7 +103,7 @@ class Intake(Switch, Prefetched):
         if self._open_stage is not None:
             self._discard(self._open_stage, "another stage began")
         begun = time.monotonic()
-        membership.follow(RankLayout.of(resolve(self._tensors)))
+        membership.follow(self._layout())
         self._meet(patience)
         told = self._fix_target(at_least, exactly, patience) if self.rank == 0 else ranks.next_round(patience)
         resolved = time.monotonic() - begun
@@ -118,14 +121,15 @@ class Intake(Switch, Prefetched):
         self._held = ()
         patience.preparing = False
         try:
-            cargo = staging.load(
-                told, membership.seats, patience, lambda windows: ranks.tell_progress(told.round, windows)
-            )
+            streams = self._streams
+            load = streams.load if streams is not None and streams.only else staging.load
+            cargo = load(told, membership.seats, patience, lambda windows: ranks.tell_progress(told.round, windows))
             patience.check()
         except BaseException as exc:
             self._refuse_round(told.round, record.number, exc)
             raise
-        ranks.tell_progress(told.round, len(cargo.plan.window_bounds), whole=True)
+        moved = 0 if staging.stage.direct else len(cargo.plan.window_bounds)
+        ranks.tell_progress(told.round, moved, whole=True)
         cargo.seconds = {"resolve": resolved, **cargo.seconds}
         self._open_stage = Staged(self, told, cargo)
         return self._open_stage

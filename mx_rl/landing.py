@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
 import torch
 
 from mx_rl.arena import Arena
+from mx_rl.columns import Ints
 from mx_rl.endpoint import Endpoint, Served, unique_name
 from mx_rl.records import EndpointRecord
-from mx_rl.transport.base import Link, Receiver, Route, Windows
+from mx_rl.transport.base import Link, Receiver, Region, Route, Windows
 
-_kept: list[Arena] = []
+_kept: list[object] = []
 """Memory that late bytes may still come into although its owner has closed: never freed in this process."""
 
 
-class Landing:
-    """A stage of ``nbytes`` host memory. Links and routes are kept between versions; a fence drops them all."""
+def keep(memory: object) -> None:
+    _kept.append(memory)
 
-    def __init__(self, endpoint: Endpoint, role: str, nbytes: int, *, serve: bool) -> None:
+
+class Landing:
+    """A stage of ``nbytes`` host memory, or (``extents``) memory of others that is filled in place. Links and routes are
+    kept between versions; a fence drops them all.
+
+    ``scattered``: what lies where in the stage is told by run tables, of which ``aim`` takes the one to fill it by.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        role: str,
+        nbytes: int,
+        *,
+        serve: bool,
+        scattered: bool = False,
+        extents: Sequence[Region] | None = None,
+    ) -> None:
         self.nbytes = nbytes
+        self.table: Ints | None = None
         self._endpoint = endpoint
         self._role = role
-        self.served: Served | None = endpoint.serve(f"{role}-stage", 1, nbytes) if serve else None
+        self._extents = extents
+        self.served: Served | None = None
+        if serve:
+            self.served = endpoint.serve(f"{role}-stage", 1, nbytes, extents=() if scattered else None)
         self._arena = (
             self.served.arena
             if self.served is not None
@@ -34,13 +57,35 @@ class Landing:
         self._links: dict[str, Link] = {}
         self._routes: dict[tuple[str, int, str], Route] = {}
         self._receiver = self._open_receiver()
+        self._fenced = True
 
     @property
     def total_bytes(self) -> int:
         return self._arena.total_bytes
 
     def _open_receiver(self) -> Receiver:
-        return self._endpoint.transport.receive(unique_name(f"{self._role}-recv"), self._arena.regions())
+        regions = self._arena.regions() if self._extents is None else self._extents
+        return self._endpoint.transport.receive(unique_name(f"{self._role}-recv"), regions)
+
+    @property
+    def place(self) -> int | Ints:
+        """Where the bytes of a plan's stage go: the address of its offset 0, or a run table."""
+        return self.address if self.table is None else self.table
+
+    def aim(self, table: Ints) -> None:
+        """Fill by this run table from now on."""
+        if table is not self.table:
+            self.table = table
+            for key in list(self._routes):
+                self._routes.pop(key).close()
+
+    def owns(self, address: int) -> bool:
+        return self.address <= address < self.address + self.nbytes
+
+    def abandon(self, kept: Sequence[tuple[int, int]]) -> None:
+        """Close it, and give the pages back but for the (address, nbytes) that live tensors still lie in."""
+        self.close()
+        self._arena.give_back(kept)
 
     def link(self, record: EndpointRecord) -> Link:
         link = self._links.get(record.agent)
@@ -77,10 +122,17 @@ class Landing:
         """End every move into this stage. True: it is as good as new; False: late bytes may come, use another
         landing."""
         self._drop_all()
-        if not self._receiver.close():
-            return False
-        self._receiver = self._open_receiver()
-        return True
+        self._fenced = self._receiver.close()
+        if self._fenced:
+            self._receiver = self._open_receiver()
+        return self._fenced
+
+    def reopen(self) -> bool:
+        """Ready to receive, again if need be: False where bytes of a move that was given up may still arrive."""
+        if not self._fenced and self._receiver.settled:
+            self._receiver = self._open_receiver()
+            self._fenced = True
+        return self._fenced
 
     @property
     def settled(self) -> bool:
@@ -93,7 +145,7 @@ class Landing:
     def close(self) -> None:
         self._drop_all()
         if not self._receiver.close() and not self._receiver.settled:
-            _kept.append(self._arena)
+            keep(self._arena)
         self.stop_serving()
 
     def stop_serving(self) -> None:

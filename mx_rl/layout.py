@@ -53,14 +53,14 @@ class RankLayout:
         ``wire_dtype``: what floating-point tensors are cast to, a dtype or {name pattern: dtype}, first match wins.
         Integers, bools, complex and 1-byte floats keep their dtype. Equal memory under two names is one tensor with an alias.
         """
-        cast = _caster(wire_dtype)
+        cast = wire_caster(wire_dtype)
         kept: list[str] = []
         dtypes: list[int] = []
         aliases: dict[str, str] = {}
         seen: dict[Any, str] = {}
         for name in sorted(resolved, key=natural_key):
             parts = resolved[name]
-            dtype = cast(name, parts[0].tensor.dtype)
+            dtype = DTYPE_CODES[str(cast(name, parts[0].tensor.dtype)).removeprefix("torch.")]
             canonical = seen.setdefault((dtype, *map(_identity, parts)), name)
             if canonical != name:
                 aliases[name] = canonical
@@ -436,18 +436,17 @@ def _identity(shard: Shard) -> tuple[Any, ...]:
     )
 
 
-def _caster(wire_dtype: WireDtype) -> Callable[[str, torch.dtype], int]:
-    """(name, own dtype) -> code of the dtype on the wire."""
+def wire_caster(wire_dtype: WireDtype) -> Callable[[str, torch.dtype], torch.dtype]:
+    """(name, own dtype) -> the dtype on the wire. Raises InvalidArgument for what is no floating-point dtype."""
     given = wire_dtype if isinstance(wire_dtype, Mapping) else {} if wire_dtype is None else {"*": wire_dtype}
     rules = [(pattern, _wire(dtype)) for pattern, dtype in given.items()]
 
-    def cast(name: str, own: torch.dtype) -> int:
+    def cast(name: str, own: torch.dtype) -> torch.dtype:
         if own.is_floating_point and own.itemsize > 1:
             for pattern, dtype in rules:
                 if matches(name, (pattern,)):
-                    own = dtype
-                    break
-        return DTYPE_CODES[str(own).removeprefix("torch.")]
+                    return dtype
+        return own
 
     return cast
 

@@ -38,7 +38,7 @@ class Membership:
             rank=self._ranks.rank,
             ranks=self._ranks.ranks,
             incarnation=self._member.incarnation,
-            layout=self._staging.layout.hash,
+            layout=self._staging.layout_name,
             endpoint=self._ranks.agent,
             named=self._named,
             wait=wait,
@@ -55,9 +55,9 @@ class Membership:
         self.join()
         self._staging.reassert()
 
-    def follow(self, layout: RankLayout) -> None:
+    def follow(self, layout: RankLayout | None) -> None:
         """The tensors lie otherwise than before: declare them anew."""
-        if layout.hash != self._staging.layout.hash:
+        if layout is not None and layout.hash != self._staging.layout_name:
             self._staging.layout = layout
             self.join()
 
@@ -92,5 +92,5 @@ class Membership:
         talks = self._ranks.record
         if talks is not None:
             self._member.put(talks.agent, encode(talks))
-            if self._staging.landing.served is None:
+            if not self._staging.served:
                 self._member.put(seat_key(self._member.incarnation), encode(talks))

@@ -13,7 +13,7 @@ import torch
 from mx_rl.columns import Ints
 from mx_rl.digest import Sums, box_runs, box_sum, sum_runs
 from mx_rl.endpoint import Member
-from mx_rl.errors import MxRLError
+from mx_rl.errors import MxRLError, RegistryLost
 from mx_rl.kernels.reference import weights
 from mx_rl.layout import RankLayout, WorldLayout
 from mx_rl.records import Commit, Outcome
@@ -141,6 +141,10 @@ class Partners:
                 return
             shares = Shares(WorldLayout.decode(blobs[outcome.record.layout]))
             share = shares.of(self.rank, holds)
+        except RegistryLost as exc:
+            log.warning("policy %s: the world's layout is asked for again: %s", self.member.policy, exc)
+            self._told = (epoch, outcome)
+            return
         except MxRLError as exc:
             log.warning(
                 "policy %s: everything is snapshotted, the world's layout is not known: %s", self.member.policy, exc

@@ -5,28 +5,32 @@ publish:  resolve tensors -> snapshot (into a ring slot) -> commit (registry) ->
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import Any
 
+from mx_rl.addresses import memory_of
 from mx_rl.claim import Claimant, name_ranks
 from mx_rl.commits import Commits
 from mx_rl.config import Options
 from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, seat_key, unique_name
 from mx_rl.errors import IncompleteVersion, InvalidArgument, RegistryLost
+from mx_rl.feed import Feed, Pairs, Stream, drawing, on_loop
+from mx_rl.in_place import InPlace, Mutations
 from mx_rl.layout import RankLayout
-from mx_rl.partners import Snapshot
+from mx_rl.partners import Known, Snapshot
 from mx_rl.records import AwaitFree, AwaitInstalled, Commit, Free, Installs, Seat, Source, encode
 from mx_rl.registry import Registry
-from mx_rl.reports import Receipt, Version
-from mx_rl.ring import Ring, Slot
+from mx_rl.reports import MemoryReport, Receipt, Version
+from mx_rl.ring import Ring, Slot, Slots
 from mx_rl.seat import find_seat
-from mx_rl.tensors import Tensors, resolve
+from mx_rl.tensors import Shard, Tensors, only_declared, resolve, shards
 from mx_rl.twins import run
 
 log = logging.getLogger("mx_rl")
@@ -37,11 +41,13 @@ MAX_METADATA_BYTES = 64 << 10
 class Publisher:
     """Publishes versions of ``policy`` from this rank's ``tensors`` (a mapping, a module, or a callable).
 
+    For ``publish(stream=)`` alone ``tensors`` are meta tensors of the full shapes, or None: then the first stream tells.
+
     ``rank``, ``world_size`` and ``world`` are read from torch.distributed or torchrun where there is one; else a single
-    rank is a world of its own. ``slots`` versions are kept in registered memory (two or more). ``wire_dtype`` is a
-    dtype or
-    ``{pattern: dtype}``. ``start_after=n`` makes the first version of this world larger than n. Of boxes that several
-    ranks hold two keep a copy each, which must be equal (ReplicaMismatch).
+    rank is a world of its own. ``slots`` versions are kept in registered memory (two or more); with 0 the live tensors are
+    published in place, without a copy or a cast, and ``mutating`` goes around every change of them. ``wire_dtype`` is a
+    dtype or ``{pattern: dtype}``. ``start_after=n`` makes the first version of this world larger than n. Of boxes that
+    several ranks hold two keep a copy each, which must be equal (ReplicaMismatch).
 
     Live at once; ``close`` is idempotent. Raises InvalidArgument, TensorUnavailable, LayoutMismatch; SeatTaken where
     another living process has this seat.
@@ -50,7 +56,7 @@ class Publisher:
     def __init__(
         self,
         policy: str,
-        tensors: Tensors,
+        tensors: Tensors | None,
         *,
         registry: Registry | str | None = None,
         rank: int | None = None,
@@ -63,8 +69,15 @@ class Publisher:
         options: Options | None = None,
     ) -> None:
         check_policy(policy)
-        if slots < 2:
-            raise InvalidArgument(f"slots={slots}: at least 2, so that the newest READY version is never overwritten")
+        if slots < 0 or slots == 1:
+            raise InvalidArgument(
+                f"slots={slots}: at least 2, so that the newest READY version is never overwritten, or 0 to publish the live "
+                "tensors in place"
+            )
+        if slots == 0 and wire_dtype is not None:
+            raise InvalidArgument(
+                "wire_dtype with slots=0: live tensors are published as they are; give slots=2 to cast"
+            )
         if device not in (None, "cpu"):
             raise InvalidArgument(f"device={device!r}: this release keeps the ring in host memory (None or 'cpu')")
         self.policy = policy
@@ -78,16 +91,26 @@ class Publisher:
         self._k = 0
         self._counted = 0  # the epoch that k counts in
         self._uncounted: list[str] = []  # calls that raised before the epoch was open
-        self._retired: list[Ring] = []
-        self._ring: Ring | None = None
-        layout = RankLayout.of(resolve(tensors), wire_dtype=wire_dtype)
+        self._retired: list[Slots] = []
+        self._ring: Slots | None = None
+        self._mutations: Mutations | None = None
+        given = None if tensors is None else shards(tensors)
+        self._feed = Feed(given, self.seat, wire_dtype)
+        found = resolve(given) if given is not None and self._feed.layout is None else {}
+        # A world that knows no names yet has a ring of nothing: a seat's holder must answer on the data plane.
+        layout = self._feed.layout or RankLayout.of(found, wire_dtype=wire_dtype)
+        self._only_streams = only_declared(given)
+        if slots == 0 and self._only_streams:
+            raise InvalidArgument("slots=0 publishes live tensors in place, and a stream has none: give slots=2")
         self.incarnation = unique_name(f"{policy}-t{self.seat.rank}")
         self._endpoint = Endpoint.acquire(registry, self.options)
         self._member = Member(self._endpoint, policy, self.incarnation, self._reassert)
         self._claimant = Claimant(self._member, self.seat, start_after or 0)
         self._commits = Commits(self._member, self._claimant, self.seat.rank)
         try:
-            self._ring = self._open_ring(layout)
+            self._ring = self._open_ring(layout, found)
+            if slots == 0:
+                self._mutations = Mutations(self._shut_out)
             self._claimant.claim(wait=0.0)
         except BaseException:
             self.close(timeout=1.0)
@@ -101,7 +124,7 @@ class Publisher:
         step: int | None = None,
         metadata: Mapping[str, Any] | None = None,
         *,
-        stream: None = None,
+        stream: Stream | None = None,
         timeout: float = 30.0,
     ) -> Version:
         """Snapshot the tensors as the next version; on return the caller may change them again.
@@ -111,38 +134,58 @@ class Publisher:
         counts even when it raises: that version is aborted for all ranks, and the n-th call of every rank stays one
         version. Never waits for readers beyond ``Options.grace_s`` (``grace_max_s`` for one that lost two running).
 
+        ``stream``: an iterable or async iterable of (name, full tensor) instead of the tensors. Every rank draws it to the
+        end, also after an error of ours, and copies its 1/world_size of each tensor before it draws the next; no reference
+        is kept. Each pass gives the names, shapes and dtypes of the first, in any order: else LayoutMismatch and its kinds,
+        or NameCollision. What the iterable raises is raised as it is. ``timeout`` does not count the iterable's own time.
+
         After ``timeout`` seconds: IncompleteVersion, naming the ranks that have not claimed or not committed. Also
         raises TensorUnavailable, LayoutMismatch, InvalidArgument (metadata over 64 KiB), Fenced, RegistryLost.
         """
         begun = time.monotonic()
         deadline = begun + timeout
-        with self._publishing, self._member.bounded(lambda: deadline):
+        with drawing(stream) as pairs, self._publishing, self._member.bounded(lambda: deadline):
             check_open(self._closed, f"Publisher({self.policy!r})")
-            if stream is not None:
-                raise InvalidArgument("publish(stream=...) is not in this release: give Publisher the tensors")
             epoch = self._count_call(deadline)
             key = (epoch.epoch, self._k)
             try:
                 self._commits.raise_failure()
+                if self._mutations is not None:
+                    self._mutations.check()
                 extra = _metadata_bytes(metadata)
-                tensors = resolve(self._tensors)
-                holds = RankLayout.of(tensors, wire_dtype=self._wire_dtype)
-                layout, known = self._commits.partners.share_of(holds, epoch.epoch)
-                ring = self._ring_for(layout)
-                resolved = time.monotonic()
-                slot = self._take_slot(ring, deadline)
-                taken = time.monotonic()
-                source = ring.snapshot(slot, tensors)
-                slot.key = key
-                checked = self._commits.partners.check(known, self._k, tensors)
+                known: Known | None = None
+                checked: dict[int, int] = {}
+                ring: Slots
+                if pairs is not None:
+                    ring, slot, source, resolved, taken = self._take_in(pairs, deadline)
+                    holds = layout = ring.layout
+                    slot.key = key
+                else:
+                    tensors = self._resolve()
+                    holds = RankLayout.of(tensors, wire_dtype=self._wire_dtype)
+                    if self._slots:  # live tensors are published whole: a copy less would save nothing
+                        layout, known = self._commits.partners.share_of(holds, epoch.epoch)
+                    else:
+                        layout = holds
+                    ring = self._ring_for(layout, tensors)
+                    resolved = time.monotonic()
+                    slot = self._take_slot(ring, deadline)
+                    taken = time.monotonic()
+                    source = ring.snapshot(slot, tensors)
+                    slot.key = key
+                    if self._mutations is not None:
+                        self._mutations.published(tensors)
+                    checked = self._commits.partners.check(known, self._k, tensors)
             except BaseException as exc:
                 self._commits.submit(self._commit(epoch, error=f"{type(exc).__name__}: {exc}"), epoch.base + self._k)
                 raise
             copied = time.monotonic()
             number = epoch.base + self._k
             commit = self._commit(epoch, step=step, ring=ring, holds=holds, source=source, metadata=extra)
-            block = ring.served.arena.blocks[slot.index]
-            shot = Snapshot(holds=holds, layout=layout, block=block, known=known, checked=checked)
+            shot = None
+            if self._slots:  # what lies in live tensors when the commit is made may be the next version
+                block = ring.served.arena.blocks[slot.index]
+                shot = Snapshot(holds=holds, layout=layout, block=block, known=known, checked=checked)
             self._commits.submit(commit, number, shot)
             return Version(
                 number=number,
@@ -153,6 +196,12 @@ class Publisher:
                 metadata=dict(metadata or {}),
                 seconds={"resolve": resolved - begun, "slot": taken - resolved, "snapshot": copied - taken},
             )
+
+    def mutating(self) -> AbstractContextManager[None]:
+        """With ``slots=0``: around every change of the published tensors (a step of a torch optimizer over one of them is
+        noticed by itself). Readers of the version published last are waited for, ``Options.grace_s`` at most, then shut
+        out before the body runs: a read that raced raises VersionGone there. Otherwise it does nothing."""
+        return self._mutations.mutating() if self._mutations is not None else nullcontext()
 
     def wait(self, version: Version | int, *, replicas: int | None = None, timeout: float = 60.0) -> Receipt:
         """Wait until replicas run ``version`` or a newer one: None for the members at READY, 0 for READY only, n for
@@ -185,11 +234,18 @@ class Publisher:
         )
 
     async def async_publish(
-        self, step: int | None = None, metadata: Mapping[str, Any] | None = None, *, timeout: float = 30.0
+        self,
+        step: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        stream: Stream | None = None,
+        timeout: float = 30.0,
     ) -> Version:
-        """``publish`` on a thread of its own. A publish counts on all ranks once it is begun: cancelled, it is finished all
-        the same, within its ``timeout``, and the version is returned as if nothing had been cancelled."""
-        return await run(lambda: self.publish(step, metadata, timeout=timeout), stop=lambda: False)
+        """``publish`` on a thread of its own; an async ``stream`` is driven by the caller's loop. A publish counts on all
+        ranks once it is begun: cancelled, it is finished all the same, within its ``timeout``, and the version is returned
+        as if nothing had been cancelled."""
+        pairs = on_loop(stream, asyncio.get_running_loop()) if stream is not None else None
+        return await run(lambda: self.publish(step, metadata, stream=pairs, timeout=timeout), stop=lambda: False)
 
     async def async_wait(
         self, version: Version | int, *, replicas: int | None = None, timeout: float = 60.0
@@ -213,12 +269,26 @@ class Publisher:
         """Registered host memory of this rank: slots, their headers and page padding."""
         return sum(ring.served.arena.total_bytes for ring in (*self._retired, self._ring) if ring is not None)
 
+    @property
+    def memory(self) -> MemoryReport:
+        """What this rank's weights and slots take now; rings of former layouts that are still read count too."""
+        rings = [ring for ring in (*self._retired, self._ring) if ring is not None]
+        slots = sum(self._slots * ring.layout.nbytes for ring in rings)
+        weights = memory_of(self._tensors) if rings and self._tensors is not None and not self._only_streams else []
+        return MemoryReport(
+            slots_bytes=slots,
+            live_bytes=sum(nbytes for _, nbytes in weights),
+            headers_bytes=self.registered_bytes - slots,
+        )
+
     def close(self, *, timeout: float = 30.0) -> None:
         """Finish what was begun, then serve on for at most the grace while leases are open, and leave. Idempotent."""
         if self._closed:
             return
         self._closed = True
         rings = [ring for ring in (*self._retired, self._ring) if ring is not None]
+        if self._mutations is not None:
+            self._mutations.close()
         with ExitStack() as steps:  # the last is run first; each is run whatever became of those before
             steps.callback(self._endpoint.release)
             for ring in rings:
@@ -226,6 +296,7 @@ class Publisher:
             steps.callback(self._member.leave)
             steps.callback(self._linger, rings)
             steps.callback(self._commits.close, time.monotonic() + timeout)
+        self._ring, self._retired = None, []  # the arenas go now, also where the caller keeps this object
 
     def __enter__(self) -> Publisher:
         return self
@@ -264,7 +335,7 @@ class Publisher:
         epoch: Seat,
         *,
         step: int | None = None,
-        ring: Ring | None = None,
+        ring: Slots | None = None,
         holds: RankLayout | None = None,
         source: Source | None = None,
         metadata: bytes | None = None,
@@ -298,29 +369,77 @@ class Publisher:
 
     # ---- slots
 
-    def _open_ring(self, layout: RankLayout) -> Ring:
-        ring = Ring(self._endpoint, f"{self.policy}-pub{self.seat.rank}", layout, self._slots)
-        self._announce(ring)
+    def _open_ring(
+        self, layout: RankLayout, tensors: Mapping[str, tuple[Shard, ...]], *, replaces: Slots | None = None
+    ) -> Slots:
+        role = f"{self.policy}-pub{self.seat.rank}"
+        ring: Slots = (
+            Ring(self._endpoint, role, layout, self._slots)
+            if self._slots
+            else InPlace(self._endpoint, role, layout, tensors)
+        )
+        gone = replaces is not None and not self._slots
+        self._announce(ring, replaces=replaces if gone else None)
         return ring
 
-    def _announce(self, ring: Ring) -> None:
+    def _announce(self, ring: Slots, *, replaces: Slots | None = None) -> None:
         record = encode(ring.served.record)
-        self._member.put(ring.layout.hash, ring.layout.encode())
+        gone = [replaces.served.name, *(key for key, _ in replaces.tables)] if replaces is not None else []
+        self._member.put(ring.layout.hash, ring.layout.encode(), replaces=gone)
+        for key, table in ring.tables:
+            self._member.put(key, table)
         self._member.put(ring.served.name, record)
         self._member.put(seat_key(self.incarnation), record)
 
-    def _ring_for(self, layout: RankLayout) -> Ring:
+    def _resolve(self) -> dict[str, tuple[Shard, ...]]:
+        if self._tensors is None:
+            raise InvalidArgument(f"Publisher({self.policy!r}, None) has no tensors: give publish(stream=...)")
+        return resolve(self._tensors)
+
+    def _take_in(self, pairs: Pairs, deadline: float) -> tuple[Ring, Slot, Source, float, float]:
+        """Resolve and snapshot of a stream. What can wait is done before the first draw, where the layout is known."""
+        if not self._slots:
+            raise InvalidArgument("publish(stream=) with slots=0: there is no memory to copy it into; give slots=2")
+        feed = self._feed
+        if feed.layout is None and self._tensors is not None:
+            feed.declare(shards(self._tensors))
+        begun = time.monotonic()
+        copies = feed.learn(pairs) if feed.layout is None else None
+        assert feed.layout is not None
+        deadline += time.monotonic() - begun  # the iterable's own time does not count
+        with self._member.bounded(lambda: deadline):
+            ring = self._ring_for(feed.layout, {})
+            resolved = time.monotonic()
+            slot = self._take_slot(ring, deadline)
+        taken = time.monotonic()
+        assert isinstance(ring, Ring)
+        filling = ring.begin(slot)
+        if copies is None:
+            feed.fill(pairs, filling.put)
+        else:
+            for name in list(copies):
+                filling.put(name, copies.pop(name))
+        return ring, slot, filling.finish(), resolved, taken
+
+    def _ring_for(self, layout: RankLayout, tensors: Mapping[str, tuple[Shard, ...]]) -> Slots:
         """The ring of what is snapshotted. Another layout gets another ring; the old slots live on until their readers
         are done."""
         assert self._ring is not None
-        if layout.hash != self._ring.layout.hash:
-            self._retired.append(self._ring)
-            self._ring = self._open_ring(layout)
+        if not self._ring.fits(layout, tensors):
+            old, self._ring = self._ring, self._open_ring(layout, tensors, replaces=self._ring)
+            if self._slots:
+                self._retired.append(old)
+            else:
+                old.close()  # nothing is there any more to be read
         return self._ring
 
-    def _take_slot(self, ring: Ring, deadline: float) -> Slot:
+    def _take_slot(self, ring: Slots, deadline: float) -> Slot:
         """A slot that holds neither the newest READY version nor one that may still become it. Waits for this rank's
         own world, never for readers beyond the grace."""
+        if not self._slots:
+            return ring.slots[
+                0
+            ]  # of live tensors there is one version at a time: readers were told when the last one ended
         while True:
             free = [slot for slot in ring.slots if slot.key is None or self._commits.is_past(slot.key)]
             if free:
@@ -331,7 +450,7 @@ class Publisher:
         self._retire_rings(ring)
         return slot
 
-    def _settle_oldest(self, ring: Ring, deadline: float) -> None:
+    def _settle_oldest(self, ring: Slots, deadline: float) -> None:
         key = min(slot.key for slot in ring.slots if slot.key is not None and slot.key != self._commits.newest)
         outcome = self._commits.settle(key, deadline)
         if outcome.state == "staging":
@@ -343,7 +462,7 @@ class Publisher:
                 missing=list(outcome.missing),
             )
 
-    def _wait_for_readers(self, ring: Ring, slot: Slot) -> None:
+    def _wait_for_readers(self, ring: Slots, slot: Slot) -> None:
         """At most the grace, unless a reader that lost two versions running was given more."""
         commits = self._commits
         outcome = commits.outcome(slot.key) if slot.key is not None else None
@@ -361,7 +480,7 @@ class Publisher:
                 return
             wait = free.held_for_s
 
-    def _retire_rings(self, ring: Ring) -> None:
+    def _retire_rings(self, ring: Slots) -> None:
         """Close the rings of former layouts once a version of this one is READY."""
         if self._retired and any(slot.key is not None and slot.key == self._commits.newest for slot in ring.slots):
             self._linger(self._retired)
@@ -369,7 +488,13 @@ class Publisher:
                 old.close()
             self._retired = []
 
-    def _linger(self, rings: list[Ring]) -> None:
+    def _shut_out(self) -> None:
+        """The live tensors are about to change."""
+        if isinstance(self._ring, InPlace):
+            self._linger([self._ring])
+            self._ring.shut_out()
+
+    def _linger(self, rings: list[Slots]) -> None:
         """Wait for the readers of these slots, the grace at most."""
         deadline = time.monotonic() + self.options.grace_s
         for ring in rings:

@@ -25,6 +25,7 @@ from mx_rl.records import (
     Round,
     Shut,
     Source,
+    Stage,
     Vote,
     decode,
     encode,
@@ -274,6 +275,12 @@ class Ranks:
         """The open round was decided: all install."""
         return self.leader.decision is not None and self.leader.decision.commit
 
+    @property
+    def stages(self) -> tuple[Stage | None, ...]:
+        """By rank: where each has staged its part of the round that was decided last."""
+        found = self.leader.decision if self.rank == 0 else self.follower.decision
+        return found.stages if found is not None else ()
+
     def stage_sources(self) -> tuple[Source, ...]:
         """Where all ranks hold the version of this round, or () where one does not serve it."""
         with self._change:
@@ -306,7 +313,7 @@ class Ranks:
                 if self.leader.decision is not None:
                     self._send(rank, self.leader.decision)
 
-        self._wait(lambda: self._lost.issuperset(self.leader.missing_installs), patience, again)
+        self._wait(lambda: self._lost.issuperset(self.leader.missing_installs), patience, again, self._windows)
         with self._change:
             finished = self.leader.finish()
             for rank in range(1, self.ranks):
@@ -388,8 +395,13 @@ class Ranks:
 
     def report_install(self, own: Installed, patience: Patience) -> Finished | None:
         self._send(0, own)
-        self._wait(lambda: self.follower.finished is not None or 0 in self._lost, patience, lambda: self._send(0, own))
-        return self.follower.finished
+        follower = self.follower
+
+        def over() -> bool:
+            return follower.finished is not None or 0 in self._lost
+
+        self._wait(over, patience, lambda: self._send(0, own), lambda: follower.windows)
+        return follower.finished
 
 
 def _list(ranks: Sequence[int]) -> str:

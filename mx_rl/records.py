@@ -13,9 +13,14 @@ FORMAT = 1
 """Raised when a record changes so that an older reader would misread it; both sides compare it before anything else."""
 
 MAX_RECORD_BYTES = 256 << 20
+MAX_EXTENTS = 1 << 16
+"""Separate pieces of memory behind one header."""
 
 SEAT_PREFIX = "seat:"
 """With an incarnation behind it: the blob that says where its holder answers now, the one kind that its owner may replace."""
+
+PACKING = "packing"
+"""The order of a publisher's run table: that of its own rank layout."""
 
 Record = TypeVar("Record")
 
@@ -40,13 +45,24 @@ class Place(_Base, kw_only=True):
     host: str  # for people only: never compared
 
 
+class ExtentRecord(_Base, kw_only=True, array_like=True):
+    address: Extent
+    nbytes: Extent
+    device: str = "cpu"
+
+
 class RegionRecord(_Base, kw_only=True):
-    """One slot or stage: its bytes, and the 64-byte header that guards them (``arena.py``)."""
+    """One slot or stage: its bytes, and the 64-byte header that guards them (``arena.py``).
+
+    With ``extents`` it is memory that lies elsewhere, in no order of ours: what lies where is told by the run table under
+    ``table_key``.
+    """
 
     header: Extent  # address of the header
     address: Extent
     nbytes: Extent
     device: str = "cpu"
+    extents: Annotated[tuple[ExtentRecord, ...], msgspec.Meta(max_length=MAX_EXTENTS)] = ()
 
 
 class EndpointRecord(_Base, kw_only=True):
@@ -60,6 +76,12 @@ class EndpointRecord(_Base, kw_only=True):
     address: bytes  # the transport's own blob
     regions: tuple[RegionRecord, ...]
     format: int = FORMAT
+
+
+def table_key(agent: str, order: str) -> str:
+    """Blob of the run table of an agent's scattered memory, from offsets in ``order``: the hash of the world layout whose
+    plan fixes a stage's order, or PACKING."""
+    return f"{agent}/{order}"
 
 
 class Source(_Base, kw_only=True):
@@ -117,6 +139,7 @@ class PutBlob(Command, kw_only=True):
     key: str
     data: bytes
     owner: str  # incarnation whose lease keeps it
+    replaces: tuple[str, ...] = ()  # keys of the owner's that are of no use any more
 
 
 class GetBlobs(Command, kw_only=True):
@@ -434,15 +457,24 @@ class Shut(RankMessage, kw_only=True):
     """All ranks are ready: each shuts its holds and votes."""
 
 
+class Stage(_Base, kw_only=True):
+    """Where a rank has staged its part, in the order that ``layout``, the hash of its layout, fixes."""
+
+    layout: str
+    source: Source
+
+
 class Vote(RankMessage, kw_only=True):
     rank: int
     agree: bool
     reason: str = ""
+    stage: Stage | None = None  # where this rank serves it
 
 
 class Decision(RankMessage, kw_only=True):
     commit: bool
     reason: str = ""
+    stages: tuple[Stage | None, ...] = ()  # by rank, as voted: what ranks on one host may borrow
 
 
 class Installed(RankMessage, kw_only=True):

@@ -69,7 +69,7 @@ class Leader:
             return self.decision
         if isinstance(message, Installed):
             self.installs.setdefault(message.rank, message)
-            return self.finished
+            return self.finished or self.progress  # a rank without a stage may be moving its part still
         return None
 
     @property
@@ -107,7 +107,9 @@ class Leader:
         """Once a round; a second call returns the first decision. Only a full house can commit."""
         if self.decision is None:
             commit = commit and not self.missing_votes and not self.refusals
-            self.decision = Decision(round=self.round, commit=commit, reason=reason)
+            found = tuple(self.votes[rank].stage for rank in range(self.ranks)) if commit else ()
+            stages = found if None in found else ()  # where each has its own, nobody borrows
+            self.decision = Decision(round=self.round, commit=commit, reason=reason, stages=stages)
         return self.decision
 
     @property

@@ -69,3 +69,34 @@ class SyncReport:
 
     def as_dict(self) -> dict[str, Any]:
         return flat(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """What one Publisher or Subscriber holds now, in bytes of resident memory; the formulas are in docs/memory.md.
+
+    ``slots``: versions that a publisher keeps. ``stage``: where versions wait. ``swap``: the two arenas of ``swap=True``, of
+    which one is the module's storage. ``live``: the caller's own tensors, where they are not in such an arena.
+    ``headers``: headers, and what alignment to pages adds. ``quarantine``: stages that late bytes may still come into.
+
+    Of the weights an install points at other storage ``swapped_bytes`` and copies ``copied_bytes``; with ``stage="none"``
+    both are 0.
+    """
+
+    slots_bytes: int = 0
+    stage_bytes: int = 0
+    swap_bytes: int = 0
+    live_bytes: int = 0
+    headers_bytes: int = 0
+    quarantine_bytes: int = 0
+    swapped_bytes: int = 0
+    copied_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all kinds of memory."""
+        own = self.slots_bytes + self.stage_bytes + self.swap_bytes + self.headers_bytes + self.quarantine_bytes
+        return own + self.live_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        return flat(self) | {"total_bytes": self.total_bytes}

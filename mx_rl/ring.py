@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -26,12 +27,37 @@ class Slot:
     generation: int = 0
 
 
-class Ring:
-    """``count`` slots for one rank layout, served under an agent of their own."""
+class Slots(ABC):
+    """What a publisher publishes from, for one rank layout, served under an agent of its own."""
+
+    layout: RankLayout
+    served: Served
+    slots: list[Slot]
+    tables: tuple[tuple[str, bytes], ...] = ()
+    """Blobs that readers need beside the endpoint record."""
+    _endpoint: Endpoint
+
+    @abstractmethod
+    def fits(self, layout: RankLayout, tensors: Mapping[str, tuple[Shard, ...]]) -> bool:
+        """These tensors can be published from here."""
+
+    @abstractmethod
+    def snapshot(self, slot: Slot, tensors: Mapping[str, tuple[Shard, ...]]) -> Source:
+        """Make the tensors of now the slot's version; on return the whole of it may be read."""
+
+    def source(self, slot: Slot) -> Source:
+        return Source(agent=self.served.name, region=slot.index, generation=slot.generation)
+
+    def close(self) -> None:
+        self._endpoint.unserve(self.served)
+
+
+class Ring(Slots):
+    """``count`` slots of registered memory."""
 
     def __init__(self, endpoint: Endpoint, role: str, layout: RankLayout, count: int) -> None:
         self.layout = layout
-        self.served: Served = endpoint.serve(role, count, layout.nbytes)
+        self.served = endpoint.serve(role, count, layout.nbytes)
         self.slots = [Slot(index) for index in range(count)]
         self.window_bytes = endpoint.options.window_bytes
         self._endpoint = endpoint
@@ -43,6 +69,9 @@ class Ring:
             ]
             for block in self.served.arena.blocks
         ]
+
+    def fits(self, layout: RankLayout, tensors: Mapping[str, tuple[Shard, ...]]) -> bool:
+        return layout.hash == self.layout.hash
 
     def snapshot(self, slot: Slot, tensors: Mapping[str, tuple[Shard, ...]]) -> Source:
         """Copy (and cast, as ``Tensor.to`` does) every box into the slot. The header says "nothing" before the first byte
@@ -62,8 +91,39 @@ class Ring:
         header.confirm(num_windows(self.layout.nbytes, self.window_bytes))
         return self.source(slot)
 
-    def source(self, slot: Slot) -> Source:
-        return Source(agent=self.served.name, region=slot.index, generation=slot.generation)
+    def begin(self, slot: Slot) -> Filling:
+        """As ``snapshot``, box by box as they come."""
+        slot.key = None
+        slot.generation = self.served.arena.headers[slot.index].begin()
+        return Filling(self, slot)
 
-    def close(self) -> None:
-        self._endpoint.unserve(self.served)
+
+class Filling:
+    """A version on its way into a slot, in any order of boxes; the header counts the windows that are whole."""
+
+    def __init__(self, ring: Ring, slot: Slot) -> None:
+        self._ring = ring
+        self._slot = slot
+        self._header = ring.served.arena.headers[slot.index]
+        self._views = ring._views[slot.index]
+        self._index = {(box.name, box.box): index for index, box in enumerate(ring._boxes)}
+        self._ends = [box.offset for box in ring._boxes[1:]] + [ring.layout.nbytes]
+        self._done = [False] * len(self._views)
+        self._prefix = 0  # boxes that are there without a gap
+
+    def put(self, name: str, tensor: torch.Tensor, box: int = 0) -> None:
+        """Copy (and cast, as ``Tensor.to`` does) one box; ``tensor`` may be changed or freed when this returns."""
+        index = self._index[name, box]
+        copy_all([(self._views[index], tensor)])
+        self._done[index] = True
+        begun = self._prefix
+        while self._prefix < len(self._done) and self._done[self._prefix]:
+            self._prefix += 1
+        if begun < self._prefix < len(self._done):
+            self._header.confirm(self._ends[self._prefix - 1] // self._ring.window_bytes)
+
+    def finish(self) -> Source:
+        """Every box was put: the slot is whole."""
+        assert all(self._done), "finish() before every box was put"
+        self._header.confirm(num_windows(self._ring.layout.nbytes, self._ring.window_bytes))
+        return self._ring.source(self._slot)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from mx_rl.columns import Ints, chunks, expand
@@ -78,3 +80,67 @@ def cut(runs: Ints, window_bytes: int) -> tuple[Ints, Ints, Ints, Ints]:
     needs = np.maximum.reduceat(-(-(source + end - begin) // window_bytes), starts[:-1])
     edges = np.minimum(lo + np.arange(count + 1) * window_bytes, ends[-1])
     return np.stack([begin, source, end - begin], axis=1), starts, needs, np.stack([edges[:-1], edges[1:]], axis=1)
+
+
+def strided(offset: int, address: int, strides: Sequence[tuple[int, int]], shape: Sequence[int], itemsize: int) -> Ints:
+    """Rows (offset, address, nbytes) that pair the elements of two boxes of one ``shape``, each with strides of its own.
+
+    ``strides``: per dimension (bytes in the first box, bytes in the second). Inner dimensions that lie alike and without
+    a gap on both sides become one row.
+    """
+    nbytes = itemsize
+    outer: list[tuple[int, int, int]] = []
+    for (left, right), size in zip(reversed(strides), reversed(shape), strict=True):
+        if size == 1:
+            continue
+        if not outer and left == right == nbytes:
+            nbytes *= size
+        else:
+            outer.append((left, right, size))
+    rows = np.array([[offset, address, nbytes]], dtype=np.int64)
+    for left, right, size in outer:
+        steps = np.arange(size, dtype=np.int64)[:, None, None] * np.array([left, right, 0], dtype=np.int64)
+        rows = (steps + rows).reshape(-1, 3)
+    return rows if all(shape) else rows[:0]
+
+
+def in_order(rows: Ints) -> Ints:
+    """Rows by their first column: what ``compose`` takes as a table."""
+    return rows[np.argsort(rows[:, STAGE], kind="stable")]
+
+
+def compose(runs: Ints, table: Ints, side: int) -> tuple[Ints, Ints]:
+    """Replace the offsets of one side (STAGE or SOURCE) by what ``table`` says lies there.
+
+    ``table``: rows (offset, address, nbytes), in order, disjoint. Returns (runs, for each the index of the run that it is
+    a part of), in the order of the runs; runs are cut where the table goes on elsewhere, and bytes that it does not hold
+    are left out: padding, and what is not wanted.
+    """
+    begin, end = runs[:, side], runs[:, side] + runs[:, NBYTES]
+    starts, ends = table[:, 0], table[:, 0] + table[:, 2]
+    first = np.searchsorted(ends, begin, side="right")
+    counts = np.maximum(np.searchsorted(starts, end, side="left") - first, 0)
+    found, owners = [np.zeros((0, 3), np.int64)], [np.zeros(0, np.int64)]
+    for part in chunks(counts):
+        group, position = expand(counts[part])
+        group += part.start
+        row = first[group] + position
+        low = np.maximum(begin[group], starts[row])
+        pieces = runs[group]  # a copy
+        pieces[:, :2] += (low - begin[group])[:, None]
+        pieces[:, side] = table[row, 1] + low - starts[row]
+        pieces[:, NBYTES] = np.minimum(end[group], ends[row]) - low
+        found.append(pieces)
+        owners.append(group)
+    return np.concatenate(found), np.concatenate(owners)
+
+
+def join(owner: Ints, runs: Ints) -> tuple[Ints, Ints]:
+    """Join neighbours of one owner that go on without a gap on both sides."""
+    if len(runs) < 2:
+        return owner, runs
+    on = (runs[1:, :2] == runs[:-1, :2] + runs[:-1, NBYTES:]).all(axis=1) & (owner[1:] == owner[:-1])
+    first = np.flatnonzero(np.concatenate([[True], ~on]))
+    found = runs[first]
+    found[:, NBYTES] = np.add.reduceat(runs[:, NBYTES], first)
+    return owner[first], found

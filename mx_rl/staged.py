@@ -20,6 +20,7 @@ class Staged:
 
     def __init__(self, switch: Switch, told: Round, cargo: Cargo) -> None:
         self.version = cargo.record.number
+        self.told = told
         self.round = told.round
         self.cargo = cargo
         self.over = False

@@ -10,14 +10,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mx_rl.endpoint import Member, seat_key
-from mx_rl.errors import MxRLError, RegistryLost, VersionGone
+from mx_rl.addresses import encode_table, memory_of, packing_rows
+from mx_rl.direct import DirectStage
+from mx_rl.endpoint import Member, Served, seat_key
+from mx_rl.errors import InvalidArgument, MxRLError, RegistryLost, VersionGone
 from mx_rl.fetch import Fetch, Haul, Progress, suppliers
+from mx_rl.install import Work
 from mx_rl.landing import Landing
 from mx_rl.layout import RankLayout, WorldLayout
+from mx_rl.live import Live
+from mx_rl.parcels import everything
 from mx_rl.patience import Patience
 from mx_rl.plan import Plan, make_plan
-from mx_rl.records import Dead, ReplicaSeats, Round, Source, VersionRecord, encode
+from mx_rl.records import Dead, ReplicaSeats, Round, Source, VersionRecord, encode, table_key
+from mx_rl.reports import MemoryReport
+from mx_rl.stage import PlanStage, Stage
+from mx_rl.swap import SwapStage
+from mx_rl.tensors import Shard, Tensors, layout_tensors, only_declared, patterns, resolve
 
 log = logging.getLogger("mx_rl")
 
@@ -33,56 +42,160 @@ class Cargo:
     layout: str  # hash of the rank layout that it was planned for
     seconds: dict[str, float] = field(default_factory=dict)
 
+    live: Live | None = None  # peers read the live tensors, once it is installed
+
     @property
     def source(self) -> Source | None:
         """Where peers may read it, until the next version begins to land there."""
+        if self.live is not None:
+            return self.live.source
         served = self.landing.served
         if served is None:
             return None
         return Source(agent=served.name, region=0, generation=self.landing.header.generation)
 
 
+class _Install(Work):
+    """Peers read nothing while live memory changes; with a direct stage the bytes move now."""
+
+    def __init__(
+        self, work: Work, live: Live | None, move: Callable[[], None] | None, done: Callable[[], None]
+    ) -> None:
+        self._work = work
+        self._live = live
+        self._move = move
+        self._done = done
+
+    def run(self) -> None:
+        if self._live is not None:
+            self._live.close_reading()
+        if self._move is not None:
+            self._move()
+        self._work.run()
+        self._done()
+
+
 class Staging:
-    """One a subscriber. ``lost`` and ``read_s`` (versions lost in a row, seconds of a whole read) go with a resolve."""
+    """One a subscriber: where versions wait (``stage``, ``swap``) and what peers read (``serve``). ``lost`` and ``read_s``
+    (versions lost in a row, seconds of a whole read) go with a resolve.
+
+    ``layout`` None: every tensor of the publisher, whole. ``only_streams``: there is no memory to install into, and the stage
+    is allocated with the first version.
+    """
 
     def __init__(
         self,
         member: Member,
         rank: int,
-        layout: RankLayout,
+        tensors: Tensors | None,
         *,
         sources: Sequence[str],
-        serve: bool,
+        stage: str,
+        serve: str,
+        swap: bool,
         strict: bool,
         allow_missing: Sequence[str],
     ) -> None:
-        self.layout = layout
+        self.only_streams = only_declared(tensors)
+        if self.only_streams and (stage == "none" or swap or serve == "live"):
+            raise InvalidArgument(
+                f"stage={stage!r}, serve={serve!r}, swap={swap} without tensors that have memory: what only streams takes "
+                'stage="device", serve="stage" or "off", swap=False'
+            )
+        targets = resolve(tensors) if tensors is not None and not self.only_streams else {}
+        self.layout: RankLayout | None = RankLayout.of(targets)
+        if self.only_streams:
+            self.layout = None if tensors is None else RankLayout.of(layout_tensors(tensors))
         self.lost = 0
         self.read_s = 0.0
         self.dead: list[str] = []
         self._member = member
         self._rank = rank
         self._sources = tuple(sources)
+        self._tensors = tensors
         self._serve = serve
         self._strict = strict
-        self._allow_missing = tuple(allow_missing)
+        self._allow_missing = patterns("allow_missing", allow_missing)  # one string is one pattern
         self._progress: Progress | None = None
         self._plans: dict[tuple[str, ...], Plan] = {}
         self._world: tuple[str, bytes] | None = None  # the world layout that was planned from last
-        self._quarantine: list[Landing] = []
-        # Slack for the padding of pieces that other cuts make; a plan that needs more gets another landing.
-        self.landing = self._open_landing(layout.nbytes + layout.nbytes // 64 + (1 << 16))
+        self._tables: dict[str, bytes] = {}  # run tables of our stages, as told
+        if stage == "none" or serve == "live":
+            packing_rows(
+                RankLayout.of(targets), targets
+            )  # refuses memory in too many pieces now, not at the first install
+        del targets  # or nothing could be swapped
+        self.stage = self._open_stage(stage, swap)
+        self.live: Live | None = None
+        if serve == "live":
+            try:
+                self.live = Live(member, f"{member.policy}-r{rank}", self._resolve())
+            except BaseException:
+                self.stage.close()
+                raise
+
+    def _resolve(self) -> dict[str, tuple[Shard, ...]]:
+        assert self._tensors is not None
+        return resolve(self._tensors)
+
+    @property
+    def streams(self) -> bool:
+        """What is staged lies in plan order, and nobody is told that live tensors hold it."""
+        return isinstance(self.stage, PlanStage) and self.live is None
+
+    @property
+    def landing(self) -> Landing:
+        return self.stage.landing
+
+    @property
+    def served(self) -> tuple[Served, ...]:
+        """What peers may read."""
+        live = self.live.served if self.live is not None else None
+        return (*self.stage.served, live) if live is not None else self.stage.served
 
     @property
     def registered_bytes(self) -> int:
-        return sum(landing.total_bytes for landing in (*self._quarantine, self.landing))
+        landings = sum(landing.total_bytes for landing in (*self.stage.quarantine, *self.stage.landings))
+        return landings + (self.live.total_bytes if self.live is not None else 0)
 
-    def announce(self) -> None:
-        self._member.put(self.layout.hash, self.layout.encode())
-        if self.landing.served is not None:
-            record = encode(self.landing.served.record)
-            self._member.put(self.landing.served.name, record)
+    @property
+    def layout_name(self) -> str:
+        """The layout's hash, "" for the publisher's names."""
+        return self.layout.hash if self.layout is not None else ""
+
+    @property
+    def memory(self) -> MemoryReport:
+        landings, kept = self.stage.landings, self.stage.quarantine
+        room = sum(landing.nbytes for landing in landings)
+        swaps = isinstance(self.stage, SwapStage)
+        memory = memory_of(self._tensors) if self._tensors is not None and not self.only_streams else []
+        own = [(at, n) for at, n in memory if not any(landing.owns(at) for landing in landings)]
+        swapped = self.stage.swapped_bytes
+        return MemoryReport(
+            stage_bytes=0 if swaps else room,
+            swap_bytes=room if swaps else 0,
+            live_bytes=sum(nbytes for _, nbytes in own),
+            headers_bytes=self.registered_bytes - room - sum(landing.total_bytes for landing in kept),
+            quarantine_bytes=sum(landing.total_bytes for landing in kept),
+            swapped_bytes=swapped,
+            copied_bytes=0 if self.stage.direct or self.only_streams else self._installed_bytes - swapped,
+        )
+
+    @property
+    def _installed_bytes(self) -> int:
+        return int(self.layout.boxes.nbytes.sum()) if self.layout is not None else 0
+
+    def announce(self, *, replaces: Sequence[str] = ()) -> None:
+        if self.layout is not None:
+            self._member.put(self.layout.hash, self.layout.encode(), replaces=replaces)
+        for served in self.served:
+            record = encode(served.record)
+            self._member.put(served.name, record, replaces=replaces if self.layout is None else ())
             self._member.put(seat_key(self._member.incarnation), record)
+        for key, table in self._tables.items():
+            self._member.put(key, table)
+        if self.live is not None:
+            self.live.announce()
 
     def reassert(self) -> None:
         """To a registry that forgot: a version that only replicas hold is of use with its world's layout only."""
@@ -97,15 +210,56 @@ class Staging:
         """
         assert told.record is not None
         begun = time.monotonic()
-        plan = self._plan(told.record, seats)
-        planned = time.monotonic()
-        cargo = self._move(told, told.record, plan, patience, moved)
-        cargo.seconds |= {"plan": planned - begun, "move": time.monotonic() - planned}
+        plan = self.plan(told.record, seats)
+        cargo = Cargo(told.record, plan, self.landing, Haul(), self.layout_name, live=self.live)
+        cargo.seconds["plan"] = time.monotonic() - begun
+        if self.live is not None and not told.ahead:  # ahead of a call, user code that gives tensors is not called
+            self.live.follow(plan, self._resolve())
+        if not self.stage.direct:
+            planned = time.monotonic()
+            self._move(told, cargo, patience, moved)
+            cargo.seconds["move"] = time.monotonic() - planned
         return cargo
 
+    def prepare(self, told: Round, cargo: Cargo, patience: Patience, moved: Callable[[int], None]) -> Work:
+        """The install of what was loaded; all that can be refused is refused here. With a direct stage ``run`` moves the
+        bytes, and may fail for all reasons that a move has."""
+        plan, live = cargo.plan, self.live
+        work = self.stage.prepare(plan, cargo.landing)
+        if live is not None:
+            live.follow(plan, self._resolve())
+
+        def move() -> None:
+            # The vote is given: what is left of the call's time must not end a move whose source is well.
+            self._move(told, cargo, patience.extended(2 * patience.stall_s), moved)
+
+        return _Install(
+            work,
+            live,
+            move if self.stage.direct else None,
+            (lambda: live.open(plan, self._resolve())) if live is not None else lambda: None,
+        )
+
+    def close_reading(self) -> None:
+        """Live weights are not to be read any more, until the next install or ``reopen``."""
+        if self.live is not None:
+            self.live.close_reading()
+
+    def reopen(self) -> Source | None:
+        """Nothing has touched the live weights since ``close_reading``: where peers may read them again."""
+        return self.live.reopen(self._resolve()) if self.live is not None else None
+
+    def release_live(self) -> None:
+        """The live tensors are about to move or to go: nobody reads or fills them until the next install."""
+        if self.live is not None:
+            self.live.close()
+        if isinstance(self.stage, DirectStage):
+            self.stage.release()
+
     def close(self) -> None:
-        for landing in (*self._quarantine, self.landing):
-            landing.close()
+        self.stage.close()
+        if self.live is not None:
+            self.live.close()
 
     def take_dead(self) -> tuple[str, ...]:
         """Agents that were found dead since the last call, to be told with a resolve."""
@@ -114,19 +268,21 @@ class Staging:
 
     # ---- plan
 
-    def _plan(self, record: VersionRecord, seats: ReplicaSeats | None) -> Plan:
-        replica = seats.layouts if seats is not None else (self.layout.hash,)
-        key = (record.layout, self.layout.hash, str(record.window_bytes), *replica)
+    def plan(self, record: VersionRecord, seats: ReplicaSeats | None) -> Plan:
+        replica = seats.layouts if seats is not None else (self.layout_name,)
+        key = (record.layout, self.layout_name, str(record.window_bytes), *replica)
         plan = self._plans.get(key)
         if plan is None:
             world = self._blobs([record.layout], "world layout")[0]
             self._world = (record.layout, world)
+            decoded = WorldLayout.decode(world)
+            told = [name for name in replica if name]
             plan = make_plan(
-                WorldLayout.decode(world),
-                self.layout,
+                decoded,
+                self.layout if self.layout is not None else everything(decoded),
                 window_bytes=record.window_bytes,
-                replica=[RankLayout.decode(data) for data in self._blobs(replica, "layout of the replica")],
-                strict=self._strict,
+                replica=[RankLayout.decode(data) for data in self._blobs(told, "layout of the replica")],
+                strict=self._strict and all(replica),  # a rank without a layout of its own takes every name
                 allow_missing=self._allow_missing,
             )
             self._plans = {key: plan}
@@ -141,11 +297,12 @@ class Staging:
 
     # ---- move
 
-    def _move(
-        self, told: Round, record: VersionRecord, plan: Plan, patience: Patience, moved: Callable[[int], None]
-    ) -> Cargo:
+    def _move(self, told: Round, cargo: Cargo, patience: Patience, moved: Callable[[int], None]) -> None:
+        record, plan = cargo.record, cargo.plan
         landing = self._landing_for(plan)
-        order = f"{record.layout}/{self.layout.hash}/{record.window_bytes}"
+        if self.stage.direct:
+            self._progress = None  # whatever came before, the engine may have changed it since
+        order = f"{record.layout}/{plan.target_hash}/{record.window_bytes}"
         progress = self._progress
         known = (progress.identity, progress.order, progress.landing) if progress is not None else None
         if progress is None or known != (record.identity, order, landing):
@@ -156,14 +313,15 @@ class Staging:
         kinds = [kind for kind in self._sources if kind != "trainer" or told.trainer]
         found = suppliers(plan, record, told.holders, self._rank, kinds)
         landing.keep_only({one.source.agent for one in found})
-        haul = Haul()
+        haul = cargo.haul
         fetch = Fetch(
             plan,
             progress,
             found,
             haul=haul,
             lookup=self._member.endpoint_record,
-            replace=self._replace,
+            table=self._member.run_table,
+            replace=lambda landing: self._replace(landing, plan),
             patience=patience,
             moved=moved,
         )
@@ -181,7 +339,7 @@ class Staging:
         self.lost = 0
         self.read_s = time.monotonic() - begun
         self._progress = None
-        return Cargo(record, plan, progress.landing, haul, self.layout.hash)
+        cargo.landing = progress.landing
 
     def _note_failure(self, exc: MxRLError, spent: float, moved: int, total: int) -> None:
         self.read_s = spent * total / moved if moved else max(self.read_s, spent)
@@ -201,31 +359,44 @@ class Staging:
 
     # ---- landings
 
-    def _open_landing(self, nbytes: int) -> Landing:
+    def _open_stage(self, stage: str, swap: bool) -> Stage:
+        tensors: Tensors = self._tensors if self._tensors is not None else {}
         role = f"{self._member.policy}-r{self._rank}"
-        return Landing(self._member.endpoint, role, nbytes, serve=self._serve)
+        endpoint, serve = self._member.endpoint, self._serve == "stage"
+        if stage == "none":
+            return DirectStage(lambda x: Landing(endpoint, role, 0, serve=False, extents=x), tensors)
+        if swap:
+            assert self.layout is not None
+            return SwapStage(lambda n: Landing(endpoint, role, n, serve=serve, scattered=True), self.layout, tensors)
+        packed = self.layout.nbytes if self.layout is not None and not self.only_streams else 0
+        return PlanStage(lambda n: Landing(endpoint, role, n, serve=serve), packed, tensors)
 
     def _landing_for(self, plan: Plan) -> Landing:
-        self._quarantine = [landing for landing in self._quarantine if not _retired(landing)]
-        if plan.stage_nbytes > self.landing.nbytes:
-            old, self.landing = self.landing, self._open_landing(plan.stage_nbytes)
+        before = self.stage.served
+        landing = self.stage.landing_for(plan)
+        if self._progress is not None and self._progress.landing is not landing:
             self._progress = None
-            old.close()
-            self.announce()
-        return self.landing
+        self._tell(landing, plan, before)
+        return landing
 
-    def _replace(self, landing: Landing) -> Landing:
-        """The old one is never verified, installed or served again; it is closed when its last move has ended."""
-        fresh = self._open_landing(landing.nbytes)
-        landing.stop_serving()
-        self._quarantine.append(landing)
-        self.landing = fresh
-        self.announce()
-        return self.landing
+    def _replace(self, landing: Landing, plan: Plan) -> Landing:
+        before = self.stage.served
+        fresh = self.stage.replace(landing)
+        self._tell(fresh, plan, before)
+        return fresh
 
-
-def _retired(landing: Landing) -> bool:
-    if landing.settled:
-        landing.close()
-        return True
-    return False
+    def _tell(self, landing: Landing, plan: Plan, before: tuple[Served, ...]) -> None:
+        """Peers can read what lies in this landing once they know its agent and, where it has one, its run table."""
+        now = self.stage.served
+        gone = [served.name for served in before if served not in now]
+        fresh = any(served not in before for served in now)
+        if landing.served is not None and landing.table is not None:
+            key = table_key(landing.served.name, plan.world_hash)
+            if key not in self._tables:
+                others = tuple(f"{served.name}/" for served in now if served is not landing.served)
+                gone += [old for old in self._tables if not old.startswith(others)]
+                self._tables = {old: data for old, data in self._tables.items() if old not in gone}
+                self._tables[key] = encode_table(landing.table)
+                fresh = True
+        if fresh:
+            self.announce(replaces=gone)

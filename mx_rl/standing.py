@@ -20,6 +20,7 @@ from mx_rl.records import Ack, Source, VersionRecord
 from mx_rl.reports import SyncReport
 from mx_rl.staged import Staged
 from mx_rl.staging import Cargo, Staging
+from mx_rl.streaming import Streams
 from mx_rl.tensors import Tensors
 
 log = logging.getLogger("mx_rl")
@@ -35,7 +36,7 @@ class Standing:
     def __init__(
         self,
         policy: str,
-        tensors: Tensors,
+        tensors: Tensors | None,
         rank: int,
         world_size: int,
         options: Options,
@@ -67,6 +68,7 @@ class Standing:
         self._staging: Staging | None = None
         self._ranks: Ranks | None = None
         self._membership: Membership | None = None
+        self._streams: Streams | None = None
 
     @property
     def version(self) -> int | None:
@@ -98,6 +100,8 @@ class Standing:
     def _exclusive(self, patience: Patience, *, ahead: bool = False) -> Iterator[None]:
         """One sync, stage, install or prefetch at a time; the caller's own hold is suspended. A prefetch that moves bytes is
         waited for as long as it makes progress, one that does not yet gives way. Busy at the end."""
+        if self._streams is not None:
+            self._streams.leave_own()
         with self._holds.suspended():
             while not self._busy.acquire(timeout=min(patience.left, _SLICE_S)):
                 patience.check()
@@ -122,6 +126,25 @@ class Standing:
                 self._busy.release()
                 if outer is None and not ahead:
                     self._poke()  # the stage may be empty now, and what is installed another version
+
+    @contextmanager
+    def _between_calls(self, timeout: float) -> Iterator[None]:
+        """Nothing is staged or installed while the body runs, paused or not. Busy where a call does not end in time."""
+        with self._holds.suspended():
+            if not self._busy.acquire(timeout=timeout):
+                raise Busy(
+                    f"an install of policy {self.policy!r} took longer than {timeout} s to end: wait before you sleep"
+                )
+            try:
+                yield
+            finally:
+                self._busy.release()
+
+    def _withdraw(self, staging: Staging) -> None:
+        """Peers read live weights no more: nobody is to be sent here for them."""
+        if staging.live is not None and self._held and self._record is not None and self._taint is None:
+            self._held = ()
+            self._acknowledge("installed", self._record.number)
 
     def _interrupt(self, reason: BaseException) -> None:
         """What waits now raises ``reason``, unless it is past its point of no return."""

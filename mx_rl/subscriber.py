@@ -5,26 +5,26 @@ sync:  resolve (which version, from whom) -> plan (cached) -> move (transport) -
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from types import TracebackType
 
+from mx_rl.borrow import Borrowing
 from mx_rl.config import Options
 from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, unique_name
-from mx_rl.errors import Busy, Closed
-from mx_rl.install import Installer
+from mx_rl.errors import Closed, InvalidArgument
 from mx_rl.intake import Intake
-from mx_rl.layout import RankLayout
 from mx_rl.membership import Membership
 from mx_rl.patience import Cancelled
 from mx_rl.prefetch import Prefetch
 from mx_rl.ranks import Ranks
 from mx_rl.registry import Registry
-from mx_rl.reports import SyncReport
+from mx_rl.reports import MemoryReport, SyncReport
 from mx_rl.staged import Staged
 from mx_rl.staging import Staging
-from mx_rl.target import Number, check_arguments, number_of
-from mx_rl.tensors import Tensors, resolve
+from mx_rl.streaming import Given, Streams
+from mx_rl.target import Number, check_arguments, check_modes, number_of
+from mx_rl.tensors import Tensors
 from mx_rl.twins import run
 
 
@@ -36,11 +36,17 @@ class Subscriber(Intake):
     the publisher has and no rank of the replica takes are an error. ``allow_missing``: patterns of names that the
     publisher may lack. ``verify`` is for digests, which this release has none of: windows are confirmed whatever it says.
     ``prefetch``: a thread stages each version as soon as it is announced, so that ``sync`` is the install alone; a version
-    that waits is not overtaken by a newer one unless a call asks for it. ``serve``: "stage" lets peers read the version
-    installed last from the stage, "off" does not.
+    that waits is not overtaken by a newer one unless a call asks for it.
+    ``stage``: where a version waits for its install, "device" or "host" memory (the same where there is no GPU), or
+    "none": it is moved straight into the live weights once all ranks have voted, and what fails then leaves the replica
+    tainted until the next ``sync``. ``serve``: what peers read between installs, the "stage" with the version installed
+    last, the "live" weights, or "off". ``swap=True``: installs point the module's tensors at the memory just filled rather
+    than copy; only for modules whose storage may move (docs/memory.md).
     ``before_install(old, new)`` and ``after_install(old, new)`` get version numbers and run with holds shut; after a
     round that was called off ``after_install(old, old)`` is called, so that what was stopped is started again; ``old`` is
     None before the first version.
+
+    For ``stream`` alone ``tensors`` may be on the meta device, or None: every tensor of the publisher, whole.
 
     The destination's dtype must be the wire's. Raises InvalidArgument, TensorUnavailable; SeatTaken where another
     living process has this (replica, rank).
@@ -49,7 +55,7 @@ class Subscriber(Intake):
     def __init__(
         self,
         policy: str,
-        tensors: Tensors,
+        tensors: Tensors | None,
         *,
         registry: Registry | str | None = None,
         replica: str | None = None,
@@ -62,15 +68,15 @@ class Subscriber(Intake):
         prefetch: bool = False,
         stage: str = "device",
         serve: str = "stage",
+        swap: bool = False,
         before_install: Callable[[int | None, int], None] | None = None,
         after_install: Callable[[int | None, int | None], None] | None = None,
         options: Options | None = None,
     ) -> None:
         check_policy(policy)
-        check_arguments(replica, rank, world_size, sources, stage, serve)
+        check_arguments(replica, rank, world_size, sources)
+        check_modes(stage, serve, swap, prefetch)
         super().__init__(policy, tensors, rank, world_size, options or Options(), before_install, after_install)
-        self._installer = Installer()
-        layout = RankLayout.of(resolve(tensors))
         self.incarnation = unique_name(f"{policy}-r{rank}")
         self.replica = replica or self.incarnation
         self._endpoint = Endpoint.acquire(registry, self.options)
@@ -79,11 +85,19 @@ class Subscriber(Intake):
             self._staging = Staging(
                 self._member,
                 rank,
-                layout,
+                tensors,
                 sources=sources,
-                serve=serve == "stage",
+                stage=stage,
+                serve=serve,
+                swap=swap,
                 strict=strict,
                 allow_missing=allow_missing,
+            )
+            self._streams = Streams(
+                Borrowing(self._member, self._staging, rank),
+                only=self._staging.only_streams,
+                all_names=tensors is None,
+                alone=world_size == 1,
             )
             self._ranks = Ranks(self._endpoint, policy, self.replica, rank, world_size)
             self._membership = Membership(
@@ -171,6 +185,54 @@ class Subscriber(Intake):
         patience = self._patience(timeout, stall_timeout, deadline, stoppable=True)
         return await run(lambda: self._stage_within(least, exact, patience), stop=lambda: patience.stop(Cancelled()))
 
+    def stream(
+        self, at_least: Number = None, *, timeout: float = 60.0, copy: bool = False
+    ) -> Generator[tuple[str, Given], None, None]:
+        """Yield (name, tensor) of the newest READY version, for engines that load by name; ``last_report`` tells of it.
+
+        Names are this subscriber's, in natural order, or all of the publisher's where it was made with None; a name with
+        several boxes gives a tuple. Nothing is yielded before the version is whole and all ranks of the replica agreed to
+        install it, and nothing at all where nothing newer is there. A tensor is valid until the next is drawn, and is not to
+        be written to; ``copy=True`` gives tensors of the caller's own. Holds are shut while the loop runs. The version counts
+        as installed when the loop has ended on every rank; one that is left early leaves the replica tainted, and the next
+        ``stream`` or ``sync`` gives everything again.
+
+        The first draw waits and raises as ``sync`` does; ``timeout`` does not count the loop's own time. The hooks run on the
+        stream's own thread.
+        """
+        staging, _, _ = self._parts
+        if not staging.streams:
+            raise InvalidArgument(
+                'stream() takes tensors out of a stage: give stage="device" or "host", serve="stage" or "off", and no swap'
+            )
+        assert self._streams is not None
+        least = number_of(at_least)
+        return self._streams.draw(
+            lambda: self._patience(timeout, stoppable=True),
+            self._exclusive,
+            lambda patience: self._sync(least, None, patience),
+            copy=copy,
+        )
+
+    async def async_stream(
+        self, at_least: Number = None, *, timeout: float = 60.0, copy: bool = False
+    ) -> AsyncIterator[tuple[str, Given]]:
+        """``stream`` for a task: other tasks run on while it waits. Cancelled, it is a loop that was left."""
+        assert self._streams is not None
+        items = self.stream(at_least, timeout=timeout, copy=copy)
+        leave = self._streams.leave
+        try:
+            while (item := await run(lambda: next(items, None), stop=leave)) is not None:
+                yield item
+                del item
+        finally:
+            items.close()
+
+    @property
+    def last_report(self) -> SyncReport | None:
+        """What the last ``stream`` whose loop ended did."""
+        return self._streams.last_report if self._streams is not None else None
+
     @contextmanager
     def hold(self, *, timeout: float = 60.0) -> Iterator[int | None]:
         """No install while the body runs; gives the version that it computes with. HoldTimeout where an install takes
@@ -210,12 +272,10 @@ class Subscriber(Intake):
         check_open(self._closed, f"Subscriber({self.policy!r})")
         self._paused = True
         self._interrupt(self._paused_error())
-        with self._holds.suspended():
-            if not self._busy.acquire(timeout=timeout):
-                raise Busy(
-                    f"an install of policy {self.policy!r} took longer than {timeout} s to end: wait before you sleep"
-                )
-            self._busy.release()
+        with self._between_calls(timeout):
+            staging, _, _ = self._parts
+            staging.close_reading()
+            self._withdraw(staging)
 
     async def async_pause(self, *, timeout: float = 60.0) -> None:
         """``pause`` on a thread of its own. Cancelled, the subscriber is paused all the same."""
@@ -230,7 +290,14 @@ class Subscriber(Intake):
             self._void = True
             if self._open_stage is not None:
                 self._discard(self._open_stage, "the weights were not kept over a pause")
+        kept = self._paused and weights_kept and self._record is not None and self._taint is None
         self._paused = False
+        if kept and self.world_size == 1:  # the other ranks' memory may have been given up: their next install tells
+            staging, _, _ = self._parts
+            source = staging.reopen()
+            if source is not None and self._record is not None:
+                self._held = (source,)
+                self._acknowledge("installed", self._record.number)
         self._poke()
 
     @property
@@ -251,7 +318,25 @@ class Subscriber(Intake):
     @property
     def registered_bytes(self) -> int:
         """Registered host memory of this rank: stages, their headers and page padding."""
-        return self._staging.registered_bytes if self._staging is not None else 0
+        return sum(part.registered_bytes for part in (self._staging, self._streams) if part is not None)
+
+    @property
+    def memory(self) -> MemoryReport:
+        """What this rank's weights and stages take now, and what an install swaps and copies."""
+        return self._staging.memory if self._staging is not None else MemoryReport()
+
+    def release_live(self, *, timeout: float = 60.0) -> None:
+        """Call before the engine frees or moves the storage of the live weights (offload, sleep), paused or not: peers stop
+        reading it and it is de-registered. The next install registers the weights anew, where they lie then. With
+        ``serve="stage"`` there is nothing to release.
+
+        Busy where an install takes longer than ``timeout`` seconds to end; PeerLost where bytes of a move that was given up
+        may still come in.
+        """
+        with self._between_calls(timeout):
+            staging, _, _ = self._parts
+            staging.release_live()
+            self._withdraw(staging)
 
     def close(self) -> None:
         """Leave, and give everything back. Idempotent."""
@@ -259,6 +344,8 @@ class Subscriber(Intake):
             return
         self._closed = True
         self._interrupt(Closed(f"Subscriber({self.policy!r}) was closed"))
+        if self._streams is not None:
+            self._streams.leave()
         if self._prefetch is not None:
             self._prefetch.stop()
         idle = self._busy.acquire(timeout=self.options.stall_s)  # a sync in another thread sees that it is over
@@ -268,11 +355,15 @@ class Subscriber(Intake):
             steps.callback(self._endpoint.release)
             if self._staging is not None:
                 steps.callback(self._staging.close)
+            if self._streams is not None:
+                steps.callback(self._streams.close)
             if self._ranks is not None:
                 steps.callback(self._ranks.close)
             if self._prefetch is not None:
                 steps.callback(self._prefetch.join, self.options.stall_s)
             steps.callback(self._member.leave)  # answers a poll for news, too
+        # The arenas go now, also where the caller keeps this object; a sync in another thread keeps its own to its end.
+        self._staging = self._membership = self._open_stage = None
 
     def __enter__(self) -> Subscriber:
         return self

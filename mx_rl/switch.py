@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import time
 
+from mx_rl.borrow import Loan
 from mx_rl.errors import (
     Busy,
     Closed,
     IncompleteVersion,
+    InvalidArgument,
     MxRLError,
     PeerLost,
     RegistryLost,
@@ -19,13 +21,15 @@ from mx_rl.errors import (
     VersionAborted,
     VersionGone,
 )
-from mx_rl.install import Installer, Work
+from mx_rl.install import Work, check_stage
+from mx_rl.layout import RankLayout
 from mx_rl.patience import Cancelled, Patience
-from mx_rl.records import Decision, Installed, VersionRecord, Vote
+from mx_rl.records import Decision, Installed, Stage, VersionRecord, Vote
 from mx_rl.reports import SyncReport
 from mx_rl.staged import Staged
 from mx_rl.standing import Standing
-from mx_rl.tensors import resolve
+from mx_rl.streaming import Pour
+from mx_rl.tensors import layout_tensors, resolve
 
 TRANSIENT = (VersionGone, PeerLost, RegistryLost, VersionAborted)
 """What may go well at the next attempt."""
@@ -33,8 +37,6 @@ TRANSIENT = (VersionGone, PeerLost, RegistryLost, VersionAborted)
 
 class Switch(Standing):
     """Installs what is staged."""
-
-    _installer: Installer
 
     def _install(self, staged: Staged, patience: Patience, *, waited: float | None = None) -> SyncReport:
         """``waited``: the version was staged before this call, which waited so long for it."""
@@ -84,7 +86,7 @@ class Switch(Standing):
     def _switch(self, staged: Staged, previous: int | None, patience: Patience) -> None:
         """Holds are shut and drained: prepare, vote, decide, write. After the vote nothing waits but for the others."""
         cargo = staged.cargo
-        work = self._installer.prepare(cargo.plan, cargo.landing.block, resolve(self._tensors))
+        work = self._work(staged, patience)
         self._call_before(previous, staged.version, patience)
         try:
             patience.commit()
@@ -101,8 +103,33 @@ class Switch(Standing):
         if not decision.commit:
             self._call_after(previous, previous)
             self._raise_called_off(staged.version, decision.reason)
+        if isinstance(work, Pour):
+            self._taint = self._taint or "the loop over a stream is not at its end"
         fault = self._write(work, cargo.record, previous)
-        self._conclude(staged, fault, patience.extended(self.options.lease_s))
+        # The loops of other ranks may take as long as this one's did.
+        loop_s = work.spent_s if isinstance(work, Pour) else 0.0
+        self._conclude(staged, fault, patience.extended(self.options.lease_s + loop_s))
+
+    def _work(self, staged: Staged, patience: Patience) -> Work:
+        """Everything that can be refused is refused here."""
+        staging, ranks, _ = self._parts
+        cargo, streams = staged.cargo, self._streams
+        if streams is None or not streams.giving:
+            return staging.prepare(
+                staged.told, cargo, patience, lambda windows: ranks.tell_progress(staged.round, windows)
+            )
+        if not isinstance(cargo, Loan):  # a lender's layout is ours, and it looks itself
+            check_stage(cargo.plan, cargo.landing.block)
+        return streams.work(cargo, lambda: ranks.stages, patience)
+
+    def _layout(self) -> RankLayout | None:
+        """Of the tensors as they are now; None for the publisher's names. A stream needs no memory behind them."""
+        streaming = self._streams is not None and self._streams.giving
+        if self._tensors is None:
+            if streaming:
+                return None
+            raise InvalidArgument(f"Subscriber({self.policy!r}, None) has nothing to install into: use stream()")
+        return RankLayout.of(layout_tensors(self._tensors) if streaming else resolve(self._tensors))
 
     def _abandon(self, staged: Staged, exc: BaseException) -> None:
         """Interrupted between vote and decision: called off where that is still possible, else this rank is tainted."""
@@ -115,7 +142,9 @@ class Switch(Standing):
 
     def _decide(self, staged: Staged, patience: Patience) -> Decision:
         _, ranks, _ = self._parts
-        vote = Vote(round=staged.round, rank=self.rank, agree=True)
+        cargo = staged.cargo
+        stage = Stage(layout=cargo.plan.target_hash, source=cargo.source) if cargo.source is not None else None
+        vote = Vote(round=staged.round, rank=self.rank, agree=True, stage=stage)
         if self.rank == 0:
             return ranks.collect_votes(vote, patience)
         found = ranks.vote(vote, patience.extended(patience.left + self.options.stall_s))

@@ -29,9 +29,7 @@ def not_ready(policy: str, found: Nothing, at_least: int | None, exactly: int | 
     return NotReady(text, latest=found.latest or None, missing=list(found.missing))
 
 
-def check_arguments(
-    replica: str | None, rank: int, world_size: int, sources: Sequence[str], stage: str, serve: str
-) -> None:
+def check_arguments(replica: str | None, rank: int, world_size: int, sources: Sequence[str]) -> None:
     if world_size < 1 or not 0 <= rank < world_size:
         raise InvalidArgument(f"rank={rank} of world_size={world_size}: rank must be 0 to world_size - 1")
     if world_size > 1 and replica is None:
@@ -39,7 +37,21 @@ def check_arguments(
     unknown = [source for source in sources if source not in ("peer", "trainer")]
     if unknown or not sources:
         raise InvalidArgument(f'sources={tuple(sources)!r}: this release knows "peer" and "trainer"')
-    if stage != "device":
-        raise InvalidArgument(f'stage={stage!r}: this release has "device"')
-    if serve not in ("stage", "off"):
-        raise InvalidArgument(f'serve={serve!r}: this release has "stage" and "off"')
+
+
+def check_modes(stage: str, serve: str, swap: bool, prefetch: bool) -> None:
+    """Which memory modes exist, and which go together."""
+    if stage not in ("device", "host", "none"):
+        raise InvalidArgument(f'stage={stage!r}: takes "device", "host" or "none"')
+    if serve not in ("stage", "live", "off"):
+        raise InvalidArgument(f'serve={serve!r}: takes "stage", "live" or "off"')
+    if stage == "none" and serve == "stage":
+        raise InvalidArgument('serve="stage" with stage="none": there is no stage; give serve="live" or "off"')
+    if stage == "none" and prefetch:
+        raise InvalidArgument('prefetch=True with stage="none": nothing waits there; give stage="device" or "host"')
+    if swap and stage == "none":
+        raise InvalidArgument('swap=True with stage="none": a swap needs memory to fill; give stage="device" or "host"')
+    if swap and serve == "live":
+        raise InvalidArgument(
+            'swap=True with serve="live": what was swapped in is the stage; give serve="stage" or "off"'
+        )

@@ -126,6 +126,20 @@ def shards(
     return found
 
 
+def only_declared(tensors: Tensors | None) -> bool:
+    """There is no memory to copy from or to: None, or all elements are on the meta device."""
+    if tensors is None:
+        return True
+    boxes = [box for value in shards(tensors).values() for box in (value if isinstance(value, tuple) else (value,))]
+    full = [box.tensor for box in boxes if box.tensor.numel()]
+    return bool(full) and all(tensor.is_meta for tensor in full)
+
+
+def layout_tensors(tensors: Tensors) -> dict[str, tuple[Shard, ...]]:
+    """What ``shards`` gives, always as tuples: for a layout alone, since memory is not looked at."""
+    return {name: box if isinstance(box, tuple) else (box,) for name, box in shards(tensors).items()}
+
+
 def resolve(tensors: Tensors) -> dict[str, tuple[Shard, ...]]:
     """What ``shards`` gives, ready to be copied: always tuples, in natural name order, detached, memory checked.
 
@@ -139,7 +153,7 @@ def resolve(tensors: Tensors) -> dict[str, tuple[Shard, ...]]:
     for name in sorted(found, key=natural_key):
         value = found[name]
         boxes = value if isinstance(value, tuple) else (value,)
-        reason = next(filter(None, (_unavailable(box.tensor) for box in boxes)), None)
+        reason = next(filter(None, (unavailable(box.tensor) for box in boxes)), None)
         if reason is not None:
             lost[name] = reason
             continue
@@ -258,10 +272,7 @@ def _boxes_of(name: str, value: Any) -> tuple[Shard, ...]:
         )
     for box in boxes:
         tensor = box.tensor
-        if tensor.layout != torch.strided or hasattr(type(tensor), "__tensor_flatten__"):
-            raise InvalidArgument(f"{name!r} is a {type(tensor).__name__} without plain memory: give its inner tensors")
-        if tensor.dtype not in _TRAVELLING:
-            raise InvalidArgument(f"{name!r} has dtype {tensor.dtype}, which cannot travel")
+        check_travels(name, tensor)
         if box is not boxes[0] and (box.shape, tensor.dtype) != (boxes[0].shape, boxes[0].tensor.dtype):
             raise ShapeMismatch(
                 f"the boxes of {name!r} disagree: {boxes[0].global_shape} {boxes[0].tensor.dtype} and"
@@ -269,6 +280,14 @@ def _boxes_of(name: str, value: Any) -> tuple[Shard, ...]:
                 shapes=[name],
             )
     return boxes
+
+
+def check_travels(name: str, tensor: Tensor) -> None:
+    """Raises InvalidArgument, by name, for a tensor without plain memory or of a dtype that does not travel."""
+    if tensor.layout != torch.strided or hasattr(type(tensor), "__tensor_flatten__"):
+        raise InvalidArgument(f"{name!r} is a {type(tensor).__name__} without plain memory: give its inner tensors")
+    if tensor.dtype not in _TRAVELLING:
+        raise InvalidArgument(f"{name!r} has dtype {tensor.dtype}, which cannot travel")
 
 
 def _local_boxes(name: str, tensor: Any) -> tuple[Shard, ...]:
@@ -355,7 +374,7 @@ def _join(stretches: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def _unavailable(tensor: Tensor) -> str | None:
+def unavailable(tensor: Tensor) -> str | None:
     """Why the memory cannot be read, or None."""
     if tensor.numel() == 0:
         return None

@@ -1,1 +1,2 @@
-"""Single passes over memory: ``reference`` says what each computes, ``cpu`` is the same made fast by numba."""
+"""Single passes over memory. ``base`` is the contract; ``plain`` and ``reference`` (the digest) say what each computes, in
+torch and numpy; ``fast`` is the same made by numba (``cpu*``), ``cuda`` by ``kernels.cu``."""

@@ -46,7 +46,11 @@ class Member(ABC):
 
 
 class Trainer(Member):
-    """One rank of the world that publishes. ``self.publisher`` is there once ``build`` has returned."""
+    """One rank of the world that publishes. ``self.publisher`` is there once ``build`` has returned.
+
+    Where ``build`` returns None, or meta tensors of the full shapes, each publish takes what a method ``export`` of yours
+    gives: an iterable or async iterable of (name, full tensor), as for ``Publisher.publish(stream=)``.
+    """
 
     publisher: Publisher
 
@@ -56,6 +60,9 @@ class Rollout(Member):
 
     Every call of a method through the fleet is a hold: weights do not change while it runs. A class whose engine has
     its own safe points sets ``holds = False``.
+
+    Where ``build`` returns None, or meta tensors, each sync calls a method ``load_weights`` of yours with an iterator over
+    (name, tensor), as ``Subscriber.stream`` gives it; what raises in it leaves the replica tainted until the next sync.
     """
 
     replica: str

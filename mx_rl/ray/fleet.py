@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from mx_rl.errors import CallTimeout, Closed, InvalidArgument, NotReady, StartTimeout
 from mx_rl.ray.actors import Rollout, check_class, check_method
+from mx_rl.ray.announced import Announced
 from mx_rl.ray.arguments import check_size, endpoint_options
 from mx_rl.ray.deadline import Deadline
 from mx_rl.ray.dispatch import Roster, dispatch
 from mx_rl.ray.host import RolloutHost
-from mx_rl.ray.placement import Request
-from mx_rl.ray.ranks import END_S
+from mx_rl.ray.interrupts import END_S, patience
+from mx_rl.ray.placement import Request, no_room
 from mx_rl.ray.remote import gather
 from mx_rl.ray.replica import Replica
 from mx_rl.ray.report import FleetReport
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from mx_rl.reports import Version
 
 _OURS = {"policy", "tensors", "registry", "replica", "rank", "world_size"}
-_CLOSE_S = 3 * END_S
 _SLICE_S = 0.25
 
 
@@ -130,7 +130,8 @@ class RolloutFleet:
     ) -> RolloutFleet:
         """Make a fleet of actors of yours, whatever their class: each is a replica, or each sequence of them is the
         ranks of one. ``build`` names the method that returns a rank's tensors. Syncs take their turn among your own
-        calls; an async actor has them on its event loop, so that it calls ``subscriber.async_sync`` itself instead.
+        calls. In an async actor what runs goes on beside them, and new calls wait; there, and in one with
+        ``max_concurrency``, methods that you call yourself take ``subscriber.hold`` (or ``async_hold``) themselves.
         A replica that dies is not replaced; ``close`` and ``scale`` down leave the actors alive."""
         fleet = cls.__new__(cls)
         fleet.policy = policy
@@ -138,6 +139,7 @@ class RolloutFleet:
         fleet._recipe = None
         options = _options(subscriber, registry, holds)
         fleet._init()
+        fleet._announced = Announced(policy, options["registry"])
         deadline = Deadline(timeout)
         try:
             for number, ranks in enumerate(actors):
@@ -148,7 +150,12 @@ class RolloutFleet:
                 )
                 wrapped.adopt(build, options, deadline=deadline, abort=fleet._closing)
                 replica = Replica(wrapped, concurrency=1)
-                slot = Slot.adopted(replica, changed=fleet._roster.changed, wanted=fleet._roster.wanted)
+                slot = Slot.adopted(
+                    replica,
+                    changed=fleet._roster.changed,
+                    wanted=fleet._roster.wanted,
+                    announced=fleet._announced,
+                )
                 fleet._roster.slots.append(slot)
                 slot.start()
         except BaseException:
@@ -160,6 +167,7 @@ class RolloutFleet:
         self._roster = Roster()
         self._closing = threading.Event()
         self._scaling = threading.Lock()
+        self._announced: Announced | None = None
         close_at_exit(self)
 
     # ---- versions ----------------------------------------------------------------------------------------------------
@@ -176,7 +184,10 @@ class RolloutFleet:
         number = getattr(at_least, "number", at_least)
         if number is not None and (not isinstance(number, int) or number < 0):
             raise InvalidArgument(f"at_least={at_least!r}: a Version or its number")
-        return sync_all(self._roster, at_least=number, deadline=Deadline(timeout), check=self._check_open)
+        deadline = Deadline(timeout)
+        if self._announced is not None:
+            self._announced.wait(number or 1, deadline, check=self._check_open)
+        return sync_all(self._roster, at_least=number, deadline=deadline, check=self._check_open)
 
     async def async_sync(self, *, at_least: Version | int | None = None, timeout: float = 60.0) -> FleetReport:
         """``sync`` on a thread of its own. Cancelled, the replicas go on with it."""
@@ -308,26 +319,38 @@ class RolloutFleet:
         return await run(lambda: self.scale(replicas, timeout=timeout, drain_timeout=drain_timeout))
 
     def _add(self, number: int, deadline: Deadline) -> list[Slot]:
-        """Start slots, all at once, and wait until each has a built replica; none stays where one fails."""
+        """Start slots, all at once, and wait until each has a built replica; none stays where one fails, nor after a
+        Ctrl-C."""
         if self._recipe is None:
             raise InvalidArgument(
                 "a fleet made by from_actors cannot make actors: wrap more of yours in a fleet of their own"
             )
         new = [Slot(self._recipe, changed=self._roster.changed, wanted=self._roster.wanted) for _ in range(number)]
-        self._roster.slots.extend(new)
-        for slot in new:
-            slot.start()
-        with self._roster.changed:
-            while not (all(slot.settled for slot in new) or any(slot.error for slot in new) or deadline.over):
-                self._check_open()
-                self._roster.changed.wait(min(_SLICE_S, deadline.left))
+        waited = False
+        try:
+            self._roster.slots.extend(new)
+            for slot in new:
+                slot.start()
+            with self._roster.changed:
+                while not (all(slot.settled for slot in new) or any(slot.error for slot in new) or deadline.over):
+                    self._check_open()
+                    self._roster.changed.wait(min(_SLICE_S, deadline.left))
+            waited = True
+        finally:
+            if not waited:
+                self._end(new, Deadline(0))
         failed = [slot.error for slot in new if slot.error is not None]
         late = [slot for slot in new if not slot.settled]
         if failed or late:
             states = self._roster.states()
+            placeless = [slot.replica for slot in late if slot.replica is not None and not slot.replica.locations]
+            if placeless and not failed:
+                recipe, timeout = self._recipe, deadline.timeout
+                failed = [no_room(recipe.request, recipe.ranks, name=placeless[0].name, timeout=timeout)]
             self._end(new, Deadline(0))
             if failed:
-                raise failed[0]
+                # A lack of room explains what else was late meanwhile.
+                raise next((error for error in failed if "requested" in error.fields), failed[0])
             raise StartTimeout(
                 f"{len(late)} of {number} new replicas were not built in {deadline.timeout:g} s: {states}",
                 missing=len(late),
@@ -355,13 +378,19 @@ class RolloutFleet:
                 self._roster.changed.wait(min(_SLICE_S, deadline.left))
 
     def _end(self, slots: Sequence[Slot], drain: Deadline) -> None:
+        """Returns when their replicas are gone, or are overdue. After a Ctrl-C they go on ending by themselves."""
         ending = list(slots)
-        for slot in ending:
-            slot.stop(drain)
-        until = Deadline(drain.left + _CLOSE_S)
-        for slot in ending:
-            slot.join(until)
-            self._roster.slots.remove(slot)
+        try:
+            for slot in ending:
+                slot.stop(drain)
+            until = Deadline(drain.left + 3 * patience())
+            for slot in ending:
+                slot.join(until)
+        finally:
+            for slot in ending:
+                slot.stop(drain)  # again: the first round may not have come to an end
+                if slot in self._roster.slots:
+                    self._roster.slots.remove(slot)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -404,6 +433,8 @@ class RolloutFleet:
             slot.stop(Deadline(0))  # a scale that drains lets go of the lock then
         with self._scaling:
             self._end(self._roster.slots, Deadline(0))
+        if self._announced is not None:
+            self._announced.close()
 
     def __enter__(self) -> RolloutFleet:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -13,8 +14,9 @@ from mx_rl.ray.actors import Trainer, check_class, check_method
 from mx_rl.ray.arguments import check_size, endpoint_options
 from mx_rl.ray.deadline import Deadline
 from mx_rl.ray.host import TrainerHost
+from mx_rl.ray.interrupts import END_S
 from mx_rl.ray.placement import Request
-from mx_rl.ray.ranks import END_S, Ranks
+from mx_rl.ray.ranks import Ranks
 from mx_rl.ray.remote import died, failure, gather
 from mx_rl.ray.session import close_at_exit
 from mx_rl.ray.wrapped import WrappedRanks
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from mx_rl.reports import Receipt, Version
 
+_WAIT_PART_S = 1.0
 _OURS = {"policy", "tensors", "registry", "rank", "world_size", "world"}
 
 
@@ -178,9 +181,16 @@ class TrainerGroup:
     def wait(self, version: Version | int, *, replicas: int | None = None, timeout: float = 60.0) -> Receipt:
         """Until ``replicas`` replicas (None: the members at READY) have installed ``version`` or a newer one. Returns,
         never raises, on expiry: the Receipt says who is missing. Raises ActorFailed where rank 0 is dead."""
-        ref = self._alive().submit_to(0, "wait", version, replicas, timeout)
-        receipt: Receipt = self._collect({0: ref}, Deadline(timeout + END_S), doing="wait")[0]
-        return receipt
+        deadline = Deadline(timeout)
+        while True:
+            # In parts, so that one which a Ctrl-C leaves behind is soon over: it has a thread of the actor's, and an
+            # actor of the user's to itself.
+            part = min(_WAIT_PART_S, deadline.left)
+            begun = time.monotonic()
+            ref = self._alive().submit_to(0, "wait", version, replicas, part)
+            receipt: Receipt = self._collect({0: ref}, Deadline(part + timeout + END_S), doing="wait")[0]
+            if deadline.over or time.monotonic() - begun < part:
+                return receipt
 
     @property
     def latest(self) -> int | None:
@@ -208,9 +218,9 @@ class TrainerGroup:
                 )
             if self._closing.is_set():
                 raise Closed(f"the TrainerGroup of {self.policy!r} was closed")
-            if self._ranks is not None:
-                self._ranks.end(timeout=END_S)
-                self._ranks = None
+            ranks, self._ranks = self._ranks, None
+            if ranks is not None:
+                ranks.end(timeout=END_S)
             self._launch(self._timeout if timeout is None else timeout)
 
     async def async_restart(self, *, timeout: float | None = None) -> None:

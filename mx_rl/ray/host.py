@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import inspect
+import itertools
 import os
 import socket
 import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from mx_rl.errors import ActorFailed
-from mx_rl.holds import acting_for, owner
 from mx_rl.ray.actors import Member, check_method, make
+from mx_rl.ray.loop import Loop
 
 # User calls, build and publish run in order on the actor's default thread; everything else has threads of its own, so
 # that a rank which generates or trains for minutes still answers.
@@ -67,8 +66,7 @@ class Host(ABC):
         self.worker: Any = None
         self.endpoint: Any = None
         self._ended = threading.Event()
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = Loop()
         # torch listens with SO_REUSEADDR, so that a port which is bound here but not listened on is its to take, and
         # nobody else's.
         self._reserved = socket.socket()
@@ -109,9 +107,14 @@ class Host(ABC):
         """As ``build``, for an actor that its user made: ``build`` names the method that returns its tensors."""
         with portable():
             check_method(self.worker, build)
-            self.endpoint = self.open(seat, self.finish(getattr(self.worker, build)()), options)
-            if hasattr(self.worker, "__dict__") and not hasattr(self.worker, self.attribute):
+            if self.endpoint is not None:  # of a driver that is gone, where the actor outlives it, or of another group
+                self.endpoint.close()
+                self.endpoint = None
+            self.endpoint = self.open(seat, self._loop.run(getattr(self.worker, build)), options)
+            there = getattr(self.worker, self.attribute, None)
+            if hasattr(self.worker, "__dict__") and (there is None or there is _given.get(self.attribute)):
                 setattr(self.worker, self.attribute, self.endpoint)
+                _given[self.attribute] = self.endpoint
             return str(self.endpoint.incarnation)
 
     def given(self, seat: Seat) -> dict[str, Any]:
@@ -129,24 +132,7 @@ class Host(ABC):
         with portable():
             check_method(self.worker, method)
             with self.guard():
-                return self.finish(getattr(self.worker, method)(*args, **kwargs))
-
-    def finish(self, result: Any) -> Any:
-        """Wait for what an ``async def`` method returned, on the actor's one event loop: engines keep theirs."""
-        if not inspect.isawaitable(result):
-            return result
-
-        who = owner()  # of the hold around this call: a sync in the coroutine is that call's safe point
-
-        async def outcome() -> Any:
-            with acting_for(who):
-                return await result
-
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="mx-rl-user-loop", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(outcome(), self._loop).result()
+                return self._loop.run(getattr(self.worker, method), *args, **kwargs)
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
@@ -163,8 +149,7 @@ class Host(ABC):
                     thing.close()
                 except Exception:  # noqa: BLE001 - reported: the other one must be closed too
                     problems.append(traceback.format_exc())
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.stop()
         self._reserved.close()
         self._ended.set()
         return problems
@@ -175,9 +160,14 @@ class TrainerHost(Host):
 
     attribute = "publisher"
 
+    by_name = False
+    """``build`` gave no memory to publish from: a publish takes what the user's ``export`` gives."""
+
     def open(self, seat: Seat, tensors: Any, options: Mapping[str, Any]) -> Any:
         from mx_rl.publisher import Publisher
+        from mx_rl.tensors import only_declared
 
+        self.by_name = only_declared(tensors)
         return Publisher(
             seat.policy,
             tensors,
@@ -189,7 +179,16 @@ class TrainerHost(Host):
 
     def publish(self, step: int | None, metadata: Any, timeout: float) -> Any:
         with portable():
-            return self.endpoint.publish(step=step, metadata=metadata, timeout=timeout)
+            return self.endpoint.publish(step=step, metadata=metadata, stream=self.exported(), timeout=timeout)
+
+    def exported(self) -> Any:
+        export = getattr(self.worker, "export", None)
+        if not self.by_name or export is None:
+            return None
+        try:
+            return self._loop.run(export)
+        except Exception as exc:  # noqa: BLE001 - raised by the publish, which counts on every rank
+            return _raising(exc)
 
     @ray.method(concurrency_group="wait")
     def wait(self, version: Any, replicas: int | None, timeout: float) -> Any:
@@ -208,6 +207,9 @@ class RolloutHost(Host):
 
     attribute = "subscriber"
 
+    by_name = False
+    """``build`` gave no memory to install into: a sync goes through the user's ``load_weights``."""
+
     def __init__(self) -> None:
         super().__init__()
         self._holds: bool | None = None
@@ -217,7 +219,9 @@ class RolloutHost(Host):
 
     def open(self, seat: Seat, tensors: Any, options: Mapping[str, Any]) -> Any:
         from mx_rl.subscriber import Subscriber
+        from mx_rl.tensors import only_declared
 
+        self.by_name = only_declared(tensors)
         named = _for_endpoint(self, options)
         self._holds = named.pop("holds", None)
         return Subscriber(
@@ -240,18 +244,30 @@ class RolloutHost(Host):
         with portable():
             check_method(self.worker, method)
             with self.guard() as version:
-                return self.finish(getattr(self.worker, method)(*args, **kwargs)), version
+                return self._loop.run(getattr(self.worker, method), *args, **kwargs), version
 
     @ray.method(concurrency_group="sync")
     def sync(self, at_least: int | None, timeout: float) -> Any:
         with portable():
+            return self.take(at_least, timeout)
+
+    def take(self, at_least: int | None, timeout: float) -> Any:
+        load = getattr(self.worker, "load_weights", None)
+        if not self.by_name or load is None:
             return self.endpoint.sync(at_least=at_least, timeout=timeout)
+        with closing(self.endpoint.stream(at_least, timeout=timeout)) as items:
+            first = next(items, None)
+            if first is not None:  # else nothing newer was there
+                self._loop.run(load, itertools.chain([first], items))
+                for _ in items:  # an engine may know that it has all it needs
+                    pass
+        return self.endpoint.last_report
 
     def sync_in_turn(self, at_least: int | None, timeout: float) -> Any:
         """In the order of user calls. Ranks that call collectives need one order of calls and installs on all of them:
         else one rank waits inside a call for another, which waits for the first one's hold."""
         with portable():
-            return self.endpoint.sync(at_least=at_least, timeout=timeout)
+            return self.take(at_least, timeout)
 
     @ray.method(concurrency_group="control")
     def pulse(self) -> tuple[int | None, bool]:
@@ -285,21 +301,34 @@ def portable() -> Iterator[None]:
             copy.copy(error)
         except Exception:  # noqa: BLE001 - whatever a foreign constructor raises
             text = traceback.format_exc()
-            raise ActorFailed(f"{type(error).__name__}: {error}", text=text) from None
+            raise ActorFailed(f"{type(error).__name__}: {error}", text=text, stands_for=type(error).__name__) from None
         raise
 
 
 _adopted: dict[type[Host], Host] = {}
+_given: dict[
+    str, Any
+] = {}  # what ``adopt`` set on the user's object: an earlier one of ours is replaced, its own is not
+_adopting = threading.Lock()  # a threaded actor of the user's runs several operations at once
 
 
 def operate(worker: Any, kind: type[Host], operation: str, /, *args: Any, **kwargs: Any) -> Any:
     """Run a host's operation in an actor that its user made; there is one such object a process."""
-    host = _adopted.get(kind)
-    if host is None or host.worker is not worker:
-        host = _adopted[kind] = kind()
-        host.worker = worker
-    if operation == "end":
-        del _adopted[kind]
+    with _adopting:
+        host = _adopted.get(kind)
+        if host is None or host.worker is not worker:
+            host = _adopted[kind] = kind()
+            host.worker = worker
+        if operation == "end":
+            del _adopted[kind]
+    if host.endpoint is None and operation not in ("locate", "adopt", "end"):
+        raise ActorFailed(
+            f"no {host.attribute} in this process: the actor was restarted since it was wrapped, or its group was "
+            "closed; wrap it anew (from_actors)",
+            actor=type(worker).__name__,
+            rank=None,
+            text="",
+        )
     return getattr(host, operation)(*args, **kwargs)
 
 
@@ -307,3 +336,8 @@ def remote_host(kind: type[Host]) -> Any:
     """``kind`` as a Ray actor class, never restarted in place: what comes back under an old handle has forgotten."""
     remote: Any = ray.remote  # its stubs lack concurrency_groups
     return remote(max_restarts=0, max_task_retries=0, concurrency_groups=dict(GROUPS))(kind)
+
+
+def _raising(exc: Exception) -> Iterator[Any]:
+    raise exc
+    yield

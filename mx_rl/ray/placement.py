@@ -48,8 +48,9 @@ class Request:
         return {name: amount for name, amount in asked.items() if amount} or dict(_NEXT_TO_NOTHING)
 
     def describe(self, ranks: int) -> str:
-        where = self.placement if isinstance(self.placement, str) else "the given placement group"
-        return f"{ranks} x {self.bundle} ({where})"
+        if isinstance(self.placement, str):
+            return f"{ranks} x {self.bundle} ({self.placement})"
+        return f"{ranks} x {self.bundle} (the given placement group, of bundles {self.placement.bundle_specs})"
 
 
 class Placement:
@@ -88,6 +89,8 @@ def place(request: Request, ranks: int, *, name: str, deadline: Deadline, abort:
     given = request.placement
     if isinstance(given, PlacementGroup):
         group = given
+        if not any(_fits(request.bundle, bundle) for bundle in group.bundle_specs):
+            raise no_room(request, ranks, name=name, timeout=deadline.timeout)
     else:
         group = placement_group([request.bundle] * ranks, strategy=given, name=name)
     placement: Placement | None = None
@@ -108,8 +111,7 @@ def place(request: Request, ranks: int, *, name: str, deadline: Deadline, abort:
 
 def no_room(request: Request, ranks: int, *, name: str, timeout: float) -> StartTimeout:
     """The error of a request that found no room, with what the cluster has in all and free."""
-    ask: Any = ray  # untyped functions
-    in_all, free = _plain(ask.cluster_resources()), _plain(ask.available_resources())
+    in_all, free = cluster_resources()
     return StartTimeout(
         f"{name}: no room for {request.describe(ranks)} in {timeout:g} s. The cluster has {in_all} in all and {free} "
         "free: ask for less, free some, or add nodes",
@@ -117,6 +119,16 @@ def no_room(request: Request, ranks: int, *, name: str, timeout: float) -> Start
         available=free,
         cluster=in_all,
     )
+
+
+def cluster_resources() -> tuple[dict[str, float], dict[str, float]]:
+    """What the cluster has in all, and what of it is free."""
+    ask: Any = ray  # untyped functions
+    return _plain(ask.cluster_resources()), _plain(ask.available_resources())
+
+
+def _fits(request: Mapping[str, float], bundle: Mapping[str, float]) -> bool:
+    return all(bundle.get(name, 0) >= amount for name, amount in request.items() if request != _NEXT_TO_NOTHING)
 
 
 def _plain(resources: Mapping[str, float]) -> dict[str, float]:

@@ -12,14 +12,12 @@ from mx_rl.ray.actors import Member
 from mx_rl.ray.deadline import Deadline
 from mx_rl.ray.farewell import leave_for
 from mx_rl.ray.host import Host, Location, Seat, remote_host
+from mx_rl.ray.interrupts import patience, uninterrupted
 from mx_rl.ray.placement import Placement, Request, no_room, place
 from mx_rl.ray.remote import died, failure, gather, most_telling
 from mx_rl.ray.session import Session, kill, wait
 
 log = logging.getLogger("mx_rl.ray")
-
-END_S = 5.0
-"""How long actors get to close what they opened before they are killed."""
 
 
 class Ranks:
@@ -73,12 +71,24 @@ class Ranks:
             up = True
         finally:
             if not up:
-                self.end(timeout=END_S)
+                self.end(timeout=patience())
 
     def submit(self, operation: str, /, *args: Any, **kwargs: Any) -> dict[int, Any]:
-        """Call ``operation`` of every rank's host; references by rank."""
-        with self._lock:
-            return {rank: self._send(rank, operation, *args, **kwargs) for rank in range(self.size)}
+        """Call ``operation`` of every rank's host; references by rank.
+
+        A Ctrl-C sends to all ranks or to none: one that missed a publish would be a version behind for ever.
+        """
+        refs: dict[int, Any] = {}
+
+        def send() -> None:
+            with self._lock:
+                refs.update({rank: self._send(rank, operation, *args, **kwargs) for rank in range(self.size)})
+
+        if self.size == 1:
+            send()
+        else:
+            uninterrupted(send)
+        return refs
 
     def submit_to(self, rank: int, operation: str, /, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
@@ -98,26 +108,36 @@ class Ranks:
 
     def end(self, *, timeout: float) -> None:
         """Close what the ranks opened, in at most ``timeout`` seconds, then kill the actors and give the resources
-        back. Dead ranks cost no time. Idempotent."""
+        back. Dead ranks cost no time. Idempotent. A Ctrl-C in it kills the actors at once."""
         if not self._session.alive():
             return
-        actors, gone = self._close(timeout if self.locations else 0.0)  # what was never located has nothing to close
-        if not self._session.alive():
-            return
-        for actor in actors:
-            kill(actor, no_restart=True)
-        if actors:
-            # A call of a killed actor fails when Ray has seen its end; only then are its resources free.
-            wait([actor.locate.remote() for actor in actors], num_returns=len(actors), timeout=END_S)
-        if self._placement is not None:
-            self._placement.release()
-        leave_for(gone, policy=self.policy, registry=self._registry)
-
-    def _close(self, timeout: float) -> tuple[list[Any], list[str]]:
-        """End every host: the actors, which this object no longer calls, and the members that could not leave."""
         with self._lock:
             actors, self._actors = self._actors, []
             self._watches = {}
+        gone: list[str] = []
+        try:
+            gone = self._close(
+                actors, timeout if self.locations else 0.0
+            )  # what was never located has nothing to close
+        finally:
+            if self._session.alive():
+                self._kill(actors)
+        if self._session.alive():
+            leave_for(gone, policy=self.policy, registry=self._registry)
+
+    def _kill(self, actors: Sequence[Any]) -> None:
+        for actor in actors:
+            kill(actor, no_restart=True)
+        try:
+            if actors:
+                # A call of a killed actor fails when Ray has seen its end; only then are its resources free.
+                wait([actor.locate.remote() for actor in actors], num_returns=len(actors), timeout=patience())
+        finally:
+            if self._placement is not None:
+                self._placement.release()
+
+    def _close(self, actors: Sequence[Any], timeout: float) -> list[str]:
+        """End the hosts of actors that this object no longer calls; the members that could not leave."""
         refs = {rank: self._invoke(actor, "end") for rank, actor in enumerate(actors)}
         ends = gather(refs, deadline=Deadline(timeout), settle=None)
         for rank, problems in ends.values.items():
@@ -126,8 +146,7 @@ class Ranks:
         for rank, error in ends.errors.items():
             if not died(error):
                 log.warning("rank %d of %s failed to close: %s", rank, self.title, error)
-        gone = [name for rank, name in enumerate(self._incarnations) if rank in refs and rank not in ends.values]
-        return actors, gone
+        return [name for rank, name in enumerate(self._incarnations) if rank in refs and rank not in ends.values]
 
     def _send(self, rank: int, operation: str, /, *args: Any, **kwargs: Any) -> Any:
         if not self._actors or not self._session.alive():

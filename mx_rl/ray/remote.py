@@ -96,7 +96,7 @@ def failure(error: BaseException, *, actor: str, rank: int, doing: str) -> MxRLE
         failed.__cause__ = error
         return failed
     cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else error
-    if isinstance(cause, ActorFailed):  # could not be rebuilt here, and came as text
+    if isinstance(cause, ActorFailed) and "stands_for" in cause.fields:  # could not be rebuilt here, and came as text
         text = cause.fields.get("text", text)
         return ActorFailed(f"rank {rank} of {actor} raised in {doing}: {cause}", actor=actor, rank=rank, text=text)
     what = f"{type(cause).__name__}: {cause}" if cause is not None else _last_line(text)

@@ -15,10 +15,12 @@ from ray.exceptions import RayError
 
 from mx_rl.errors import ActorFailed, Closed, MxRLError, StartTimeout
 from mx_rl.ray.actors import Rollout
+from mx_rl.ray.announced import Announced
 from mx_rl.ray.deadline import Deadline
 from mx_rl.ray.host import RolloutHost
+from mx_rl.ray.interrupts import END_S
 from mx_rl.ray.placement import Request
-from mx_rl.ray.ranks import END_S, Ranks
+from mx_rl.ray.ranks import Ranks
 from mx_rl.ray.replica import Replica
 from mx_rl.ray.session import Session
 from mx_rl.ray.watch import Watch
@@ -86,14 +88,18 @@ class Slot:
         self._session = Session()
         self._failures = 0  # replicas in a row that never held a version
         self._was_built = False
+        self._announced: Announced | None = None
         self._stop = threading.Event()
         self._drain = Deadline(0)
         self._thread = threading.Thread(target=self._run, name="mx-rl-slot", daemon=True)
 
     @classmethod
-    def adopted(cls, replica: Replica, *, changed: threading.Condition, wanted: threading.Event) -> Slot:
+    def adopted(
+        cls, replica: Replica, *, changed: threading.Condition, wanted: threading.Event, announced: Announced
+    ) -> Slot:
         """A slot of actors that their user made: watched, never replaced."""
         slot = cls(None, changed=changed, wanted=wanted)
+        slot._announced = announced
         slot.replica = replica
         replica.built = True
         return slot
@@ -122,7 +128,8 @@ class Slot:
 
     def join(self, deadline: Deadline) -> bool:
         """Whether the slot's replica is gone, within the deadline."""
-        self._thread.join(deadline.left)
+        if self._thread.ident is not None:
+            self._thread.join(deadline.left)
         return not self._thread.is_alive()
 
     @property
@@ -185,7 +192,7 @@ class Slot:
 
     def _live(self, replica: Replica) -> None:
         """Until the slot stops or the replica is lost, to its end."""
-        watch = Watch(replica)
+        watch = Watch(replica, self._announced)
         lost = ""
         while not self._halted and not lost:
             lost = watch.look(_SLICE_S)

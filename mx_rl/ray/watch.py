@@ -7,6 +7,8 @@ from typing import Any
 
 from ray.exceptions import ActorUnavailableError
 
+from mx_rl.errors import RegistryLost
+from mx_rl.ray.announced import Announced
 from mx_rl.ray.deadline import Deadline
 from mx_rl.ray.remote import cause_of_death, died, fetch, gather
 from mx_rl.ray.replica import Replica, Round
@@ -27,8 +29,9 @@ JOIN_S = 60.0
 class Watch:
     """Notices when a rank of a replica dies or does not answer, and keeps what is known of the replica current."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, announced: Announced | None) -> None:
         self._replica = replica
+        self._announced = announced
         self._pulses: dict[int, tuple[Any, float]] = {}
         self._seen: dict[int, tuple[int | None, bool]] = {}
         self._doubts: dict[int, float] = {}  # rank to when Ray first said that it cannot be reached
@@ -61,12 +64,25 @@ class Watch:
     def join(self) -> None:
         """Bring a replica without a version to the newest there is; returns at once, and is called again and again."""
         if self._joining is None:
-            if time.monotonic() >= self._rejoin:
+            if time.monotonic() >= self._rejoin and self._something_to_join():
                 self._joining = self._replica.begin_round(None, JOIN_S)
         elif not self._unfinished():
             self._replica.end_round(gather(self._joining.refs, deadline=Deadline(1.0), settle=None))
             self._joining = None
             self._rejoin = time.monotonic() + PULSE_S
+
+    def _something_to_join(self) -> bool:
+        """Whether there is a version, where waiting for one would hold up an actor of the user's."""
+        if self._announced is None:
+            return True
+        try:
+            found = self._announced.newest() is not None
+        except RegistryLost as error:
+            self._replica.reason = str(error)
+            found = False
+        if not found:
+            self._rejoin = time.monotonic() + PULSE_S
+        return found
 
     def _unfinished(self) -> list[Any]:
         if self._joining is None:

@@ -6,9 +6,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mx_rl.errors import StartTimeout
 from mx_rl.ray.deadline import Deadline
-from mx_rl.ray.host import Host, operate
-from mx_rl.ray.ranks import END_S, Ranks
+from mx_rl.ray.host import Host, Location, operate
+from mx_rl.ray.interrupts import patience
+from mx_rl.ray.placement import cluster_resources
+from mx_rl.ray.ranks import Ranks
 
 
 class WrappedRanks(Ranks):
@@ -28,18 +31,36 @@ class WrappedRanks(Ranks):
         up = False
         self._registry = options.get("registry")
         try:
-            self.locations = tuple(self._each("locate", [()] * self.size, deadline, abort))
+            self.locations = tuple(self._locate_all(deadline, abort))
             adopted = self._each("adopt", [(seat, build, options) for seat in self._seats()], deadline, abort)
             self._incarnations = adopted
             up = True
         finally:
             if not up:
-                self.end(timeout=END_S)
+                self.end(timeout=patience())
+
+    def _locate_all(self, deadline: Deadline, abort: threading.Event) -> list[Location]:
+        try:
+            return self._each("locate", [()] * self.size, deadline, abort)
+        except StartTimeout as error:
+            in_all, free = cluster_resources()
+            late = error.fields["missing"]
+            raise StartTimeout(
+                f"{self.title}: the actors of ranks {late} did not answer in {deadline.timeout:g} s: they are in a call "
+                f"of yours, or Ray finds no room for them. The cluster has {in_all} in all and {free} free",
+                missing=late,
+                available=free,
+                cluster=in_all,
+            ) from None
 
     def end(self, *, timeout: float) -> None:
         """Close the publishers or subscribers in at most ``timeout`` seconds; the actors are their user's."""
         if self._session.alive():
-            self._close(timeout)  # whether a silent one has ended is not ours to say: its lease is
+            with self._lock:
+                actors, self._actors = self._actors, []
+            self._close(
+                actors, timeout if self.locations else 0.0
+            )  # whether a silent one has ended is not ours to say: its lease is
 
     def _invoke(self, actor: Any, operation: str, /, *args: Any, **kwargs: Any) -> Any:
         return actor.__ray_call__.remote(operate, self._kind, operation, *args, **kwargs)

@@ -248,6 +248,12 @@ def _beat_all(state: State, command: Beat, now: float) -> bool:
 def put_blob(policy: Policy, command: PutBlob, now: float) -> Ok | Refused:
     """An endpoint's record is stored under its agent's name: that is how the registry learns whose memory it is."""
     policy.member(command.owner, now)
+    for key in command.replaces:
+        old = policy.blobs.get(key)
+        if old is not None and old.owners == {command.owner} and key != command.key:
+            del policy.blobs[key]
+            policy.owners.pop(key, None)
+            policy.bump()
     policy.owners[command.key] = command.owner
     known = policy.blobs.get(command.key)
     if known is None:

@@ -17,7 +17,7 @@ from mx_rl.errors import Closed, CorruptRecord, InvalidArgument, PeerLost
 from mx_rl.records import EndpointRecord
 from mx_rl.transport.base import Flow, Link, Receiver, Region, Route, Server, Transport, Windows
 from mx_rl.transport.flow import ReadFlow, Reads, check_header
-from mx_rl.transport.runs import check_choice, check_windows
+from mx_rl.transport.runs import check_choice, check_windows, regions_of
 
 MAX_MESSAGE_BYTES = 1 << 20
 
@@ -288,8 +288,7 @@ class MemoryLink(Link):
 
     def route(self, region: int, windows: Windows) -> MemoryRoute:
         block = self.record.regions[region]
-        source = Region(address=block.address, nbytes=block.nbytes, device=block.device)
-        check_windows(windows, source=[source], stage=self.receiver.regions)
+        check_windows(windows, source=regions_of(block), stage=self.receiver.regions)
         # The record may claim what it likes: only what the source has registered is read.
         check_windows(windows, source=self._server.regions, stage=self.receiver.regions)
         self.check_header(block.header)

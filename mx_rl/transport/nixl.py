@@ -21,11 +21,11 @@ from mx_rl.transport.flow import ReadFlow, Reads, check_header
 from mx_rl.transport.lanes import choose_lane
 from mx_rl.transport.place import rdma_devices
 from mx_rl.transport.requested import Asking, Desk, HeaderQuestion, RequestedFlow, send_table
-from mx_rl.transport.runs import NBYTES, SOURCE, STAGE, check_choice, check_windows
+from mx_rl.transport.runs import NBYTES, SOURCE, STAGE, check_choice, check_windows, regions_of
 from mx_rl.transport.service import Service
 from mx_rl.transport.wire import REQUEST, USER, Bye, Drop, Hello, Outbox, Request, decode_reply, encode
 
-_MAX_ADDRESS_BYTES = 1 << 20
+_MAX_ADDRESS_BYTES = 16 << 20  # a few dozen bytes for each piece of registered memory
 _INBOX_BYTES = 256 << 20
 _CLOSE_S = 1.0
 """How long a server that closes waits for writes under way."""
@@ -422,9 +422,8 @@ class NixlLink(Link):
         self.receiver.send(self.peer, REQUEST, encode(request))
 
     def route(self, region: int, windows: Windows) -> Route:
-        block = self.record.regions[region]
-        source = Region(address=block.address, nbytes=block.nbytes, device=block.device)
-        their_device, my_device = check_windows(windows, source=[source], stage=self.receiver.regions)
+        source = regions_of(self.record.regions[region])
+        their_device, my_device = check_windows(windows, source=source, stage=self.receiver.regions)
         if self.writes:
             return _RequestedRoute(self, region, windows, my_device)
         return _ReadRoute(self, region, windows, my_device, their_device)

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mx_rl.errors import InvalidArgument
+from mx_rl.records import RegionRecord
 from mx_rl.transport.base import Region, Windows
 
 STAGE, SOURCE, NBYTES = 0, 1, 2
@@ -42,15 +43,16 @@ def device_of(addresses: Array, nbytes: Array, regions: Sequence[Region], side: 
     """The device of the regions that the runs lie in; all must be on one. Raises InvalidArgument."""
     if not len(addresses):
         return regions[0].device if regions else "cpu"
-    outside = np.ones(len(addresses), dtype=bool)
-    devices = set()
-    for region in regions:
-        # Compared without adding an address to a length, which could overflow.
-        inside = (nbytes > 0) & (nbytes <= region.nbytes) & (addresses >= region.address)
-        inside &= addresses - region.address <= region.nbytes - nbytes
-        if inside.any():
-            devices.add(region.device)
-            outside &= ~inside
+    # Each run can only lie in the region that begins last before it, or in one that reaches further: regions inside
+    # others are left out. Compared without adding an address to a length, which could overflow.
+    outer = _outermost(regions) or [Region(address=0, nbytes=0)]
+    begins = np.array([region.address for region in outer], dtype=np.int64)
+    lengths = np.array([region.nbytes for region in outer], dtype=np.int64)
+    at = np.maximum(np.searchsorted(begins, addresses, side="right") - 1, 0)
+    inside = (nbytes > 0) & (nbytes <= lengths[at]) & (addresses >= begins[at])
+    inside &= addresses - begins[at] <= lengths[at] - nbytes
+    devices: set[str] = {outer[index].device for index in np.unique(at[inside]).tolist()}
+    outside = ~inside
     if outside.any():
         row = int(np.argmax(outside))
         raise InvalidArgument(
@@ -60,6 +62,21 @@ def device_of(addresses: Array, nbytes: Array, regions: Sequence[Region], side: 
     if len(devices) != 1:
         raise InvalidArgument(f"runs on several devices of the {side}, {sorted(devices)}: make a route for each")
     return devices.pop()
+
+
+def _outermost(regions: Sequence[Region]) -> list[Region]:
+    found: list[Region] = []
+    for region in sorted(regions, key=lambda one: (one.address, -one.nbytes)):
+        if not found or region.address + region.nbytes > found[-1].address + found[-1].nbytes:
+            found.append(region)
+    return found
+
+
+def regions_of(record: RegionRecord) -> list[Region]:
+    """The memory that a route from this region may read."""
+    if record.extents:
+        return [Region(address=one.address, nbytes=one.nbytes, device=one.device) for one in record.extents]
+    return [Region(address=record.address, nbytes=record.nbytes, device=record.device)]
 
 
 def check_choice(chosen: Sequence[int], count: int) -> list[int]:

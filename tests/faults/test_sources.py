@@ -128,7 +128,7 @@ def test_a_subscriber_that_closes_with_bytes_on_their_way_keeps_their_memory(reg
         sub = subscriber(registry, second, sources=("trainer", "peer"))
         unfenced.at(TRAINER, 20, unfenced.network.stall)
         sub.sync(timeout=10)
-        quarantined = sub._staging._quarantine[0]._arena
+        quarantined = sub._staging.stage.quarantine[0]._arena
         low = quarantined.address(0)
         late = [row[0] for move in unfenced.network._pending for row in move.rows if row[2] == 4096]
         assert late

@@ -183,3 +183,41 @@ class GlooEcho(Echo):
         total = torch.tensor([float(self.rank + 1)])
         torch.distributed.all_reduce(total)
         return total.item()
+
+
+class Export(Trainer):
+    """Gives full tensors one by one, every element the step, and keeps no model."""
+
+    value = 0.0
+
+    def build(self) -> None:
+        return None
+
+    def train(self, value: float) -> None:
+        self.value = value
+
+    def export(self) -> Any:
+        import torch
+
+        if self.value < 0:
+            raise ArithmeticError("nothing to export")
+        return ((f"layers.{index}", torch.full((64 + index, 8), self.value + index)) for index in range(10))
+
+
+class LoadByName(Rollout):
+    """An engine that takes (name, tensor) pairs."""
+
+    def build(self) -> None:
+        self.weights: dict[str, Any] = {}
+        self.loads = 0
+        return
+
+    def load_weights(self, pairs: Any) -> None:
+        self.weights = {name: tensor.clone() for name, tensor in pairs}
+        self.loads += 1
+
+    def values(self, _: Any = None) -> tuple[list[float], int]:
+        """The distinct values less their index: one, or the version is torn; and how often weights were loaded."""
+        found = {(tensor - int(name.split(".")[1])).unique().item() for name, tensor in self.weights.items()}
+        assert len(self.weights) in (0, 10)
+        return sorted(found), self.loads

@@ -44,13 +44,20 @@ class TrainerRank:
         self._stop = threading.Event()
 
     def fill(self, value: float) -> None:
-        for shard in self.tensors.values():
-            shard.tensor.fill_(value)
+        with self.pub.mutating():
+            for shard in self.tensors.values():
+                shard.tensor.fill_(value)
 
     def publish(self, value: float | None = None, step: int | None = None, timeout: float = 30.0) -> int:
         if value is not None:
             self.fill(value)
         return self.pub.publish(step=step, timeout=timeout).number
+
+    def mutate_and_publish(self, value: float) -> int:
+        """As users of ``slots=0`` do."""
+        with self.pub.mutating():
+            self.fill(value)
+        return self.publish()
 
     def wait(self, number: int, replicas: int | None = 0, timeout: float = 30.0) -> Any:
         return self.pub.wait(number, replicas=replicas, timeout=timeout)

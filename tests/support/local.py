@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,6 +11,8 @@ from typing import Any
 from mx_rl.config import Options
 
 FAST = Options(transport="memory", window_bytes=4096, grace_s=0.2, stall_s=0.3)
+STEADY = dataclasses.replace(FAST, stall_s=10.0)
+"""For tests of who served what: a busy machine must not turn a source into one that stalls."""
 
 
 def together(*calls: Callable[[], Any], timeout: float = 30.0) -> list[Any]:

@@ -1,11 +1,14 @@
 """The formulas of docs/memory.md give the bytes that are really registered."""
 
+import math
+
 import pytest
 import torch
 
-from mx_rl import Publisher, Subscriber
+from mx_rl import MemoryReport, Publisher, Subscriber
 from mx_rl.registry.memory import MemoryRegistry
-from tests.support.local import FAST
+from tests.support.local import STEADY
+from tests.unit.test_memory_modes import IDS, MODES
 
 
 def align(nbytes, to):
@@ -15,6 +18,13 @@ def align(nbytes, to):
 def arena(count, nbytes):
     page = 2 << 20 if nbytes >= 2 << 20 else 4096
     return count * align(max(nbytes, 1), page) + align(64 * count, 4096)
+
+
+ARENA_OF_NOTHING = arena(1, 0)
+
+
+def stage(nbytes):
+    return nbytes + nbytes // 64 + (64 << 10)
 
 
 def packed(sizes):
@@ -32,9 +42,47 @@ def test_registered_bytes_are_those_of_the_formula(shapes):
     wire = packed([2 * tensor.numel() for tensor in tensors.values()])
     target = {name: torch.zeros(tensor.shape, dtype=torch.bfloat16) for name, tensor in tensors.items()}
     with (
-        Publisher("p", tensors, registry=registry, options=FAST, wire_dtype=torch.bfloat16, slots=3) as pub,
-        Subscriber("p", target, registry=registry, options=FAST) as sub,
+        Publisher("p", tensors, registry=registry, options=STEADY, wire_dtype=torch.bfloat16, slots=3) as pub,
+        Subscriber("p", target, registry=registry, options=STEADY) as sub,
     ):
         sub.sync(at_least=pub.publish().number, timeout=10)
         assert pub.registered_bytes == arena(3, wire)
-        assert sub.registered_bytes == arena(1, wire + wire // 64 + (64 << 10))
+        assert sub.registered_bytes == arena(1, stage(wire))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=IDS)
+@pytest.mark.parametrize("shapes", [[(3,), (5, 7), (100,)], [(1024, 1024), (300, 40), (9,)]], ids=["small", "large"])
+def test_the_report_of_every_mode_is_the_formula(shapes, mode):
+    registry = MemoryRegistry()
+    source, target = torch.nn.Module(), torch.nn.Module()
+    for module in (source, target):
+        for index, shape in enumerate(shapes):
+            module.register_parameter(f"t{index}", torch.nn.Parameter(torch.randn(shape)))
+    sizes = [4 * math.prod(shape) for shape in shapes]
+    model, pack = sum(sizes), packed(sizes)
+    with (
+        Publisher("p", source, registry=registry, options=STEADY, slots=3) as pub,
+        Subscriber("p", target, registry=registry, options=STEADY, **mode) as sub,
+    ):
+        for _ in range(2):
+            assert pub.memory == MemoryReport(
+                slots_bytes=3 * pack, live_bytes=model, headers_bytes=arena(3, pack) - 3 * pack
+            )
+            serving = ARENA_OF_NOTHING if mode["serve"] == "live" else 0
+            if mode.get("swap"):
+                expected = MemoryReport(
+                    swap_bytes=2 * pack, headers_bytes=2 * (arena(1, pack) - pack), swapped_bytes=model
+                )
+            elif mode["stage"] == "none":
+                expected = MemoryReport(live_bytes=model, headers_bytes=ARENA_OF_NOTHING + serving)
+            else:
+                room = stage(pack)
+                expected = MemoryReport(
+                    stage_bytes=room,
+                    live_bytes=model,
+                    headers_bytes=arena(1, room) - room + serving,
+                    copied_bytes=model,
+                )
+            assert sub.memory == expected
+            assert sub.memory.as_dict()["total_bytes"] == expected.total_bytes
+            sub.sync(at_least=pub.publish().number, timeout=10)

@@ -1,0 +1,113 @@
+"""``slots=0``: the live tensors themselves are the one slot; readers are shut out before anything changes them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from mx_rl.addresses import encode_table, extents, packing_rows, signature
+from mx_rl.arena import num_windows
+from mx_rl.endpoint import Endpoint
+from mx_rl.errors import InvalidArgument
+from mx_rl.layout import RankLayout
+from mx_rl.records import PACKING, Source, table_key
+from mx_rl.ring import Slot, Slots
+from mx_rl.tensors import Shard
+
+
+class InPlace(Slots):
+    """The memory of ``tensors``, registered where it lies, with the run table that tells readers what lies where."""
+
+    def __init__(
+        self, endpoint: Endpoint, role: str, layout: RankLayout, tensors: Mapping[str, tuple[Shard, ...]]
+    ) -> None:
+        self.layout = layout
+        self.slots = [Slot(0)]
+        rows = packing_rows(layout, tensors)
+        self.served = endpoint.serve(role, 1, 0, extents=extents(tensors))
+        self.tables = ((table_key(self.served.name, PACKING), encode_table(rows)),)
+        self._endpoint = endpoint
+        self._lies = signature(tensors)
+        self._windows = num_windows(layout.nbytes, endpoint.options.window_bytes)
+
+    def fits(self, layout: RankLayout, tensors: Mapping[str, tuple[Shard, ...]]) -> bool:
+        return layout.hash == self.layout.hash and signature(tensors) == self._lies
+
+    def snapshot(self, slot: Slot, tensors: Mapping[str, tuple[Shard, ...]]) -> Source:
+        """Nothing is copied: what lies there now is the version, under a generation of its own."""
+        header = self.served.arena.headers[0]
+        slot.key = None
+        slot.generation = header.begin()
+        header.confirm(self._windows)
+        return self.source(slot)
+
+    def shut_out(self) -> None:
+        """No read that ends after this counts."""
+        self.served.arena.headers[0].begin()
+
+
+class Mutations:
+    """Who changes the published tensors, and when: ``mutating()``, and each step of a torch optimizer over one of them.
+
+    ``begin`` is called before the first change after a publish, once.
+    """
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self._begin = weakref.WeakMethod(begin)
+        self._lock = threading.RLock()
+        self._open = False  # a version may be read
+        self._depth = 0
+        self._storages: frozenset[int] = frozenset()
+        this = weakref.ref(self)
+
+        def stepping(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            mutations = this()
+            if mutations is not None:
+                mutations.before_step(optimizer)
+
+        self._hook = register_optimizer_step_pre_hook(stepping)
+
+    def published(self, tensors: Mapping[str, tuple[Shard, ...]]) -> None:
+        with self._lock:
+            self._storages = frozenset(region.address for region in extents(tensors))
+            self._open = True
+
+    def check(self) -> None:
+        """Raises InvalidArgument inside ``mutating()``."""
+        if self._depth:
+            raise InvalidArgument("publish() inside mutating(): leave it first, so that the tensors stay as they are")
+
+    @contextmanager
+    def mutating(self) -> Iterator[None]:
+        with self._lock:
+            self._depth += 1
+            self._change()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._depth -= 1
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        with self._lock:
+            if self._open and any(self._is_ours(p) for group in optimizer.param_groups for p in group["params"]):
+                self._change()
+
+    def _is_ours(self, parameter: torch.Tensor) -> bool:
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # of a DTensor
+        return local.numel() > 0 and local.untyped_storage().data_ptr() in self._storages
+
+    def _change(self) -> None:
+        begin = self._begin()
+        if self._open and begin is not None:
+            begin()
+        self._open = False
+
+    def close(self) -> None:
+        self._hook.remove()
