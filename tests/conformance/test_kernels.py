@@ -5,6 +5,7 @@ The CUDA ones run on the host here: the same source, compiled as C++ beside a sh
 
 import itertools
 import shutil
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mx_rl import kernels
 from mx_rl.errors import InvalidArgument
 from mx_rl.kernels import base, cuda, plain, reference
 from tests.support import cuda_host
@@ -70,9 +72,9 @@ def aligned(nbytes, filling):
     return memory[begin : begin + nbytes]
 
 
-def snap(kernels, runs, nbytes, units=1):
+def snap(chosen, runs, nbytes, units=1):
     slot, sums = aligned(nbytes, 0x5A), np.zeros(units, np.uint64)
-    kernels.snapshot(runs, slot.ctypes.data, sums)
+    chosen.snapshot(runs, slot.ctypes.data, sums)
     return slot, sums
 
 
@@ -148,11 +150,11 @@ def blocks_of(nbytes_per_segment, length=base.BLOCK_ELEMENTS):
     return np.array(rows, np.int64).reshape(-1, 3), at
 
 
-def diffed(kernels, runs, blocks, was, room):
+def diffed(chosen, runs, blocks, was, room):
     slot = aligned(len(was), 0x77)
     sums, counts = np.zeros(8, np.uint64), np.zeros(len(blocks), np.uint16)
     payload, old = np.zeros(room, np.uint8), np.zeros(room, np.uint8)
-    found = kernels.diff(runs, blocks, slot.ctypes.data, was.ctypes.data, sums, counts, payload, old)
+    found = chosen.diff(runs, blocks, slot.ctypes.data, was.ctypes.data, sums, counts, payload, old)
     return found, counts.tolist(), payload.tobytes(), old.tobytes(), slot.tobytes(), sums.tolist()
 
 
@@ -172,7 +174,7 @@ def test_a_diff_lists_exactly_the_elements_whose_bits_differ(lab, width, share):
     cuts = [0, 1, gap, gap + 64, elements]
     pieces = [(a, b) for a, b in itertools.pairwise(cuts) if a != gap]
     runs = table(*(run(live[a * width :], a * width, b - a, position=a, kind=code << 3 | code) for a, b in pieces))
-    results = [diffed(kernels, runs, blocks, was, 2 * nbytes) for kernels in (lab.kernels, plain)]
+    results = [diffed(chosen, runs, blocks, was, 2 * nbytes) for chosen in (lab.kernels, plain)]
     # What lies between runs is copied by nobody; both slots hold the same filling there.
     assert results[0] == results[1]
     (used, used_old), counts, payload, old, _, _ = results[0]
@@ -209,7 +211,7 @@ def test_what_does_not_fit_is_no_delta_and_the_snapshot_is_whole(lab, room):
     small, large = np.arange(5000, dtype=np.uint16), np.arange(5000, dtype=np.uint32) % 7 // 6
     at = int(blocks[1, 0])
     runs = table(run(small, 0, 5000, kind=9), run(large, at, 5000, kind=18, unit=1))
-    results = [diffed(kernels, runs, blocks, was, room) for kernels in (lab.kernels, plain)]
+    results = [diffed(chosen, runs, blocks, was, room) for chosen in (lab.kernels, plain)]
     assert results[0][0] == results[1][0] == base.Diffed(-1, -1)
     assert results[0][4:] == results[1][4:]
     assert np.frombuffer(results[0][4], np.uint16, 5000).tolist() == small.tolist()
@@ -228,7 +230,7 @@ def test_blocks_of_mixed_widths_and_casts_in_one_call(lab):
     runs = table(
         run(weights, 0, many, kind=cast), run(codes, starts[0], 3000, kind=18, unit=1), run(flags, starts[1], 100)
     )
-    results = [diffed(kernels, runs, blocks, was, 300_000) for kernels in (lab.kernels, plain)]
+    results = [diffed(chosen, runs, blocks, was, 300_000) for chosen in (lab.kernels, plain)]
     assert results[0] == results[1]
     assert results[0][1][:many_blocks] == [base.DENSE] * many_blocks
 
@@ -286,12 +288,12 @@ def test_patches_equal_the_plain_ones(lab, given_patch):
     sums = [np.zeros((2, 2), np.uint64) for _ in range(2)]
     olds = [np.zeros_like(payload) for _ in range(2)]
     after = []
-    for kernels, found, old in zip((lab.kernels, plain), sums, olds, strict=True):
+    for chosen, found, old in zip((lab.kernels, plain), sums, olds, strict=True):
         live[:] = before
-        kernels.check(entries, blocks, payload, runs, found[0], found[1])
-        kernels.gather(entries, blocks, payload, runs, old)
+        chosen.check(entries, blocks, payload, runs, found[0], found[1])
+        chosen.gather(entries, blocks, payload, runs, old)
         assert live.tobytes() == before.tobytes()
-        kernels.write(entries, blocks, payload, runs)
+        chosen.write(entries, blocks, payload, runs)
         after.append(live.tobytes())
     assert (sums[0] == sums[1]).all()
     assert olds[0].tobytes() == olds[1].tobytes()
@@ -313,14 +315,24 @@ def test_a_scatter_puts_every_run_in_its_place(lab, width):
     code = {1: 0, 2: 1, 4: 2, 8: 3}[width]
     stage = np.random.default_rng(2).integers(0, 256, 5000 * width, dtype=np.uint8)
     live = [aligned(12_000 * width, 0) for _ in range(2)]
-    for kernels, target in zip((lab.kernels, plain), live, strict=True):
+    for chosen, target in zip((lab.kernels, plain), live, strict=True):
         rows = [
             run(target[8 * width :], 0, 1001, kind=code << 3 | code),
             run(target[2000 * width :], 1001 * width, 3000, step=3, kind=code << 3 | code),
         ]
-        kernels.scatter(table(*rows), stage.ctypes.data)
+        chosen.scatter(table(*rows), stage.ctypes.data)
     assert live[0].tobytes() == live[1].tobytes()
     assert live[0].view(UNSIGNED[width])[8 : 8 + 1001].tolist() == stage.view(UNSIGNED[width])[:1001].tolist()
+
+
+def test_without_numba_the_plain_ones_are_taken(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "mx_rl.kernels.fast", None)  # as an import that fails
+    kernels.for_cpu.cache_clear()
+    try:
+        assert kernels.for_cpu() is plain
+        assert "numba" in caplog.text
+    finally:
+        kernels.for_cpu.cache_clear()
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
