@@ -74,8 +74,8 @@ def encode(
 ) -> tuple[Encoded | None, Sums]:
     """Snapshot into ``slot`` and list what differs from ``base_slot``, in one pass: (None if it did not fit, digests).
 
-    ``payload``: the room for the raw payload, most often behind a head and table in a blob. ``old``: room for the old
-    values, at most as much; as much as the payload where None. ``base_sums``: the digests of the base; then those of the
+    ``payload``: the room for the raw payload, most often behind a head and table in a blob. ``old``: as much for the old
+    values, made where None. ``base_sums``: the digests of the base; then those of the
     slot are reckoned from the changes, which takes half the time of a whole digest or less.
     """
     counts, sums = np.zeros(len(blocks), np.uint16), np.zeros(num_units, np.uint64)
@@ -84,24 +84,18 @@ def encode(
     if base_sums is not None:
         copied = runs.copy()
         copied[:, base.UNIT] = -1
-    done = kernels.diff(copied, blocks, slot, base_slot, sums, counts, payload, room)
-    if done.used < 0:
+    used = kernels.diff(copied, blocks, slot, base_slot, sums, counts, payload, room)
+    if used < 0:
         if base_sums is not None:
             kernels.snapshot(runs, slot, sums)
         return None, sums
     entries, _ = blob.entries_of(blocks, counts)
-    listed = Delta(blocks=blocks, entries=entries, payload=payload[: done.used])
-    was, told = listed.met_by(runs).check(kernels, _standing(runs, base_slot), num_units)
+    listed = Delta(blocks=blocks, entries=entries, payload=payload[:used]).met_by(runs)
+    was, told = np.zeros(num_units, np.uint64), np.zeros(num_units, np.uint64)
+    kernels.weigh(listed.entries, blocks, listed.payload, room, runs, was, told)
     if base_sums is not None:
         sums = base_sums - was + told
-    return Encoded(sums=sums, told=told, counts=counts, payload=listed.payload, old=room[: done.used_old]), sums
-
-
-def _standing(runs: Ints, slot: int) -> Ints:
-    """The same runs with a slot in the place of live memory."""
-    found = runs.copy()
-    found[:, base.LIVE], found[:, base.STEP] = slot + runs[:, base.SLOT], 1
-    return found
+    return Encoded(sums=sums, told=told, counts=counts, payload=listed.payload, old=room[:used]), sums
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -37,28 +37,24 @@ Values = npt.NDArray[np.uint64]
 
 
 def pack(blocks: Ints, counts: Counts, payload: Bytes, old: Bytes) -> list[bytes]:
-    """The frames of what ``Kernels.diff`` listed: its payload, and the old values beside it."""
+    """The frames of what ``Kernels.diff`` listed: its payload, and the old values in the same places."""
     frames = []
-    at = at_old = 0
+    at = 0
     for begin in range(0, len(blocks), FRAME_BLOCKS):
         rows, some = blocks[begin : begin + FRAME_BLOCKS], counts[begin : begin + FRAME_BLOCKS]
         entries, nbytes = entries_of(rows, some)
-        olds = entries.copy()
-        sizes = -(-entries[:, E_COUNT] * rows[entries[:, E_BLOCK], WIDTH] // 8) * 8
-        olds[:, E_VALUE] = starts_of(sizes)[:-1]
-        nbytes_old = int(sizes.sum())
-        frames.append(_frame(rows, some, entries, payload[at : at + nbytes], olds, old[at_old : at_old + nbytes_old]))
-        at, at_old = at + nbytes, at_old + nbytes_old
+        frames.append(_frame(rows, some, entries, payload[at : at + nbytes], old[at : at + nbytes]))
+        at += nbytes
     return frames
 
 
-def _frame(blocks: Ints, counts: Counts, entries: Ints, payload: Bytes, olds: Ints, old: Bytes) -> bytes:
+def _frame(blocks: Ints, counts: Counts, entries: Ints, payload: Bytes, old: Bytes) -> bytes:
     listed = entries[entries[:, E_DENSE] == 0]
     index = payload.view(np.uint16)[ragged(listed[:, E_INDEX] // 2, listed[:, E_COUNT])].astype(np.int64)
     before = np.concatenate([[-1], index[:-1]])[: len(index)]
     before[starts_of(listed[:, E_COUNT])[:-1]] = -1
     gap = index - before - 1
-    new, was = values_of(blocks, entries, payload), values_of(blocks, olds, old)
+    new, was = values_of(blocks, entries, payload), values_of(blocks, entries, old)
     width = np.repeat(blocks[entries[:, E_BLOCK], WIDTH], entries[:, E_COUNT]).astype(np.uint64)
     bits = width << np.uint64(3)
     step = (new - was) << (np.uint64(64) - bits)  # at the top of the word, where its sign is the word's

@@ -6,7 +6,7 @@ live memory. Runs are sorted by their place in the arena. Memory is named by add
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -55,13 +55,6 @@ WIDTHS: Final = (1, 2, 4, 8, 2, 2, 4, 8)
 _WIDTHS: Ints = np.array(WIDTHS, np.int64)
 
 
-class Diffed(NamedTuple):
-    """``used`` bytes of the payload and of the old values; below 0 where the changes did not fit: there is no delta."""
-
-    used: int
-    used_old: int
-
-
 class Kernels(Protocol):
     """One set of kernels. Each makes a single pass over memory; none allocates more than a block; none checks bounds."""
 
@@ -79,16 +72,22 @@ class Kernels(Protocol):
         counts: Counts,
         payload: Bytes,
         old: Bytes,
-    ) -> Diffed:
+    ) -> int:
         """As ``snapshot``, and list what differs, bit for bit, from the slot at ``base_slot``.
 
         Per block: ``counts``, and in ``payload`` the indices (uint16 in the block, ascending) and the new values, each
-        padded to 8 bytes; DENSE and all values where listing would take as much. ``old``: the same without indices, of
-        the base. Snapshot and sums are whole whatever fits.
+        padded to 8 bytes; DENSE and all values where listing would take as much. ``old``, as large as the payload: at the
+        same places the values of the base. Returns the bytes used of both, -1 where the changes do not fit: there is no
+        delta. Snapshot and sums are whole whatever fits.
         """
 
     def check(self, entries: Ints, blocks: Ints, payload: Bytes, runs: Ints, sums_old: Sums, sums_new: Sums) -> None:
         """Of what ``write`` would change: add the digest of what is there, and of what is given, to the sums by unit."""
+
+    def weigh(
+        self, entries: Ints, blocks: Ints, payload: Bytes, old: Bytes, runs: Ints, sums_old: Sums, sums_new: Sums
+    ) -> None:
+        """As ``check``, but what is there is taken from ``old`` as ``diff`` and ``gather`` fill it: no live memory is read."""
 
     def write(self, entries: Ints, blocks: Ints, payload: Bytes, runs: Ints) -> None:
         """Write the values of the entries into live memory, wherever runs take their elements."""

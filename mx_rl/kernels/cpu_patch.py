@@ -21,7 +21,7 @@ from mx_rl.kernels.cpu_memory import (
 LIVE, STEP, SLOT, COUNT, POSITION, UNIT, KIND = range(base.RUN_COLUMNS)
 LO, LENGTH, WIDTH = range(base.BLOCK_COLUMNS)
 E_BLOCK, E_COUNT, E_DENSE, E_INDEX, E_VALUE, E_FIRST, E_LAST = range(base.ENTRY_COLUMNS)
-_CHECK, _WRITE, _GATHER = 0, 1, 2
+_CHECK, _WRITE, _GATHER, _WEIGH = range(4)
 
 
 @inline
@@ -67,6 +67,14 @@ def _meet(
             will += value_term(values[j], position + element, width)
         sums_old[unit] += was
         sums_new[unit] += will
+    elif mode == _WEIGH:
+        was, will = np.uint64(0), np.uint64(0)
+        for j in range(begin, end):
+            place = position + (j if dense else np.int64(index[j])) - first
+            was += value_term(other[j], place, width)
+            will += value_term(values[j], place, width)
+        sums_old[unit] += was
+        sums_new[unit] += will
     elif mode == _WRITE:
         for j in range(begin, end):
             live[((j if dense else np.int64(index[j])) - first) * step] = values[j]
@@ -93,7 +101,7 @@ def _patch(
             # Backwards where they are read: of several runs over one element, the first is read last and stays.
             which = entry[E_LAST] - 1 - turn if mode == _GATHER else entry[E_FIRST] + turn
             run = runs[which]
-            if mode == _CHECK and run[UNIT] < 0:
+            if (mode == _CHECK or mode == _WEIGH) and run[UNIT] < 0:
                 continue
             first = (run[SLOT] - lo) // width
             lowest, highest = max(first, 0), first + run[COUNT]
@@ -152,6 +160,10 @@ _NO_BYTES = np.zeros(0, np.uint8)
 
 def check(entries: Ints, blocks: Ints, payload: Bytes, runs: Ints, sums_old: Sums, sums_new: Sums) -> None:
     _patch(_CHECK, entries, blocks, payload, runs, sums_old, sums_new, _NO_BYTES)
+
+
+def weigh(entries: Ints, blocks: Ints, payload: Bytes, old: Bytes, runs: Ints, sums_old: Sums, sums_new: Sums) -> None:
+    _patch(_WEIGH, entries, blocks, payload, runs, sums_old, sums_new, old)
 
 
 def write(entries: Ints, blocks: Ints, payload: Bytes, runs: Ints) -> None:

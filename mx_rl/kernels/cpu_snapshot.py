@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mx_rl.kernels import base
-from mx_rl.kernels.base import Bytes, Counts, Diffed, Ints, Sums
+from mx_rl.kernels.base import Bytes, Counts, Ints, Sums
 from mx_rl.kernels.cpu_casts import move
 from mx_rl.kernels.cpu_lines import LINE, copy_line, copy_line_differs, line_differs, settle
 from mx_rl.kernels.cpu_memory import (
@@ -174,7 +174,7 @@ def _pad8(nbytes: Any) -> Any:
 
 
 @compiled(
-    "UniTuple(int64, 2)(int64[:, ::1], int64[:, ::1], int64, int64, uint64[::1], uint16[::1], uint8[::1], uint8[::1],"
+    "int64(int64[:, ::1], int64[:, ::1], int64, int64, uint64[::1], uint16[::1], uint8[::1], uint8[::1],"
     " uint64[:, ::1], boolean)"
 )
 def _diff(
@@ -192,7 +192,7 @@ def _diff(
     index = lists.ctypes.data
     values, olds, scratch = index + 8 * _ROOM, index + 16 * _ROOM, index + 24 * _ROOM
     to, to_old = payload.ctypes.data, old.ctypes.data
-    used, used_old, fits = 0, 0, True
+    used, fits = 0, True
     row, done = 0, 0
     for block in range(len(blocks)):
         lo, length, width = blocks[block, LO], blocks[block, LENGTH], blocks[block, WIDTH]
@@ -217,23 +217,21 @@ def _diff(
         counts[block] = found if found <= most else DENSE
         if not fits:
             continue
-        if found <= most:
-            size, size_old = _pad8(2 * found) + _pad8(width * found), _pad8(width * found)
-        else:
-            size, size_old = _pad8(length * width), _pad8(length * width)
-        fits = used + size <= len(payload) and used_old + size_old <= len(old)
+        skip = _pad8(2 * found) if found <= most else 0
+        size = skip + _pad8(width * found if found <= most else width * length)
+        fits = used + size <= len(payload)
         if not fits:
             continue
         if found <= most:
             copy_bytes(to + used, index, 2 * found)
-            copy_bytes(to + used + _pad8(2 * found), values, width * found)
-            copy_bytes(to_old + used_old, olds, width * found)
+            copy_bytes(to + used + skip, values, width * found)
+            copy_bytes(to_old + used + skip, olds, width * found)
         else:
             copy_bytes(to + used, slot + lo, length * width)
-            copy_bytes(to_old + used_old, base_slot + lo, length * width)
-        used, used_old = used + size, used_old + size_old
+            copy_bytes(to_old + used, base_slot + lo, length * width)
+        used += size
     settle()
-    return (used, used_old) if fits else (-1, -1)
+    return used if fits else -1
 
 
 @compiled("void(int64[:, ::1], int64, boolean)")
@@ -260,10 +258,10 @@ def snapshot(runs: Ints, slot: int, sums: Sums) -> None:
 
 def diff(
     runs: Ints, blocks: Ints, slot: int, base_slot: int, sums: Sums, counts: Counts, payload: Bytes, old: Bytes
-) -> Diffed:
+) -> int:
     # Not made inside: numba frees an array after the last use of its name, whoever still has its address.
     lists = np.empty((4, _ROOM), np.uint64)
-    return Diffed(*_diff(runs, blocks, slot, base_slot, sums, counts, payload, old, lists, _large(runs)))
+    return int(_diff(runs, blocks, slot, base_slot, sums, counts, payload, old, lists, _large(runs)))
 
 
 def scatter(runs: Ints, stage: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from mx_rl.errors import InvalidArgument, MissingExtra
 from mx_rl.kernels import base
-from mx_rl.kernels.base import BLOCK_ELEMENTS, COUNT, KIND, LENGTH, SLOT, WIDTH, Diffed, Ints, met
+from mx_rl.kernels.base import BLOCK_ELEMENTS, COUNT, KIND, LENGTH, SLOT, WIDTH, Ints, met
 
 SOURCE: Final = Path(__file__).with_name("kernels.cu")
 THREADS: Final = 256
@@ -61,7 +61,7 @@ class Cuda:
 
     def diff(
         self, runs: Any, blocks: Ints, slot: int, base_slot: int, sums: Any, counts: Any, payload: Any, old: Any
-    ) -> Diffed:
+    ) -> int:
         device = self._device
         ranges = np.stack(met(blocks, device.get(runs)), axis=1)
         widest = int(blocks[:, WIDTH].max(initial=1))
@@ -73,8 +73,8 @@ class Cuda:
         ]
         lists = [device.address(one) for one in scratch]
         outs = [_Out(device, one) for one in (sums, counts, payload, old)]
-        table, cursor = device.put(np.ascontiguousarray(blocks)), device.put(np.array([0, 0, 1], np.int64))
-        places = device.zeros(2 * max(per, 1), np.int64)
+        table, cursor = device.put(np.ascontiguousarray(blocks)), device.put(np.array([0, 1], np.int64))
+        places = device.zeros(max(per, 1), np.int64)
         for begin in range(0, len(blocks), CHUNK_BLOCKS):
             some = blocks[begin : begin + CHUNK_BLOCKS]
             at, counted = device.address(table) + begin * 24, outs[1].address + begin * 2
@@ -89,20 +89,28 @@ class Cuda:
                 room,
                 widest,
             )
-            sizes = (len(payload), len(old))
-            device.launch("mx_place", 1, at, counted, len(some), *sizes, device.address(cursor), device.address(places))
+            device.launch(
+                "mx_place", 1, at, counted, len(some), len(payload), device.address(cursor), device.address(places)
+            )
             device.launch(
                 "mx_collect", len(some), at, counted, device.address(cursor), device.address(places), slot, base_slot,
                 *lists, room, widest, outs[2].address, outs[3].address,
             )  # fmt: skip
         for out in outs:
             out.back()
-        used, used_old, fits = device.get(cursor).tolist()
-        return Diffed(used, used_old) if fits else Diffed(-1, -1)
+        used, fits = device.get(cursor).tolist()
+        return int(used) if fits else -1
 
     def check(self, entries: Any, blocks: Any, payload: Any, runs: Any, sums_old: Any, sums_new: Any) -> None:
         outs = [_Out(self._device, sums) for sums in (sums_old, sums_new)]
         self._patch(0, entries, blocks, payload, runs, outs[0].address, outs[1].address, 0)
+        for out in outs:
+            out.back()
+
+    def weigh(self, entries: Any, blocks: Any, payload: Any, old: Any, runs: Any, sums_old: Any, sums_new: Any) -> None:
+        outs = [_Out(self._device, sums) for sums in (sums_old, sums_new)]
+        there = self._device.put(old)
+        self._patch(3, entries, blocks, payload, runs, outs[0].address, outs[1].address, self._device.address(there))
         for out in outs:
             out.back()
 

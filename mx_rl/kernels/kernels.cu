@@ -11,7 +11,7 @@ typedef long long i64;
 enum { LIVE, STEP, SLOT, COUNT, POSITION, UNIT, KIND, RUN_COLUMNS };
 enum { LO, LENGTH, WIDTH, BLOCK_COLUMNS };
 enum { E_BLOCK, E_COUNT, E_DENSE, E_INDEX, E_VALUE, E_FIRST, E_LAST, ENTRY_COLUMNS };
-enum { CHECK, WRITE, GATHER };
+enum { CHECK, WRITE, GATHER, WEIGH };
 
 #define DENSE 0xFFFF
 #define FULL 0xFFFFFFFFu
@@ -196,24 +196,19 @@ extern "C" __global__ void mx_diff(
     if (threadIdx.x == 0 && base_slot) counts[blockIdx.x] = found <= limit ? (u16)found : (u16)DENSE;
 }
 
-// Give the blocks of one launch their places in payload and old values, behind those of the launches before: one thread does.
-// cursor: bytes used of both, and whether everything fitted so far; places: rows of both, by block.
+// Give the blocks of one launch their places in the payload, behind those of the launches before: one thread does.
+// cursor: bytes used, and whether everything fitted so far; places: by block.
 extern "C" __global__ void mx_place(
-    const i64 *blocks, const u16 *counts, i64 num_blocks, i64 room, i64 room_old, i64 *cursor, i64 *places) {
+    const i64 *blocks, const u16 *counts, i64 num_blocks, i64 room, i64 *cursor, i64 *places) {
     if (threadIdx.x) return;
     for (i64 i = 0; i < num_blocks; i++) {
         const i64 *block = blocks + i * BLOCK_COLUMNS;
         const bool dense = counts[i] == DENSE;
         const i64 value_bytes = pad8((dense ? block[LENGTH] : counts[i]) * block[WIDTH]);
         const i64 nbytes = value_bytes + (dense ? 0 : pad8(2 * (i64)counts[i]));
-        places[2 * i] = cursor[0];
-        places[2 * i + 1] = cursor[1];
-        if (!cursor[2] || cursor[0] + nbytes > room || cursor[1] + value_bytes > room_old) {
-            cursor[2] = 0;
-            continue;
-        }
-        cursor[0] += nbytes;
-        cursor[1] += value_bytes;
+        places[i] = cursor[0];
+        if (cursor[1] && cursor[0] + nbytes <= room) cursor[0] += nbytes;
+        else cursor[1] = 0;
     }
 }
 
@@ -225,14 +220,14 @@ extern "C" __global__ void mx_collect(
     const int width = (int)block[WIDTH];
     const bool dense = counts[blockIdx.x] == DENSE;
     const i64 count = dense ? block[LENGTH] : counts[blockIdx.x];
-    if (!cursor[2]) return;
-    const i64 at = (i64)payload + places[2 * (i64)blockIdx.x], at_old = (i64)old + places[2 * (i64)blockIdx.x + 1];
+    if (!cursor[1]) return;
+    const i64 at = (i64)payload + places[blockIdx.x], skip = dense ? 0 : pad8(2 * count);
     const i64 listed = dense ? slot + block[LO] : (i64)(values + (i64)blockIdx.x * room * widest);
     const i64 before = dense ? base_slot + block[LO] : (i64)(olds + (i64)blockIdx.x * room * widest);
-    const i64 values_at = at + (dense ? 0 : pad8(2 * count));
+    const i64 at_old = (i64)old + places[blockIdx.x] + skip;
     for (i64 i = threadIdx.x; i < count; i += blockDim.x) {
         if (!dense) store(at, i, 2, index[(i64)blockIdx.x * room + i]);
-        store(values_at, i, width, load(listed, i, width));
+        store(at + skip, i, width, load(listed, i, width));
         store(at_old, i, width, load(before, i, width));
     }
 }
@@ -247,7 +242,7 @@ __device__ i64 at_least(const u16 *index, i64 count, i64 bound) {
     return begin;
 }
 
-// Check, write or gather one entry a block of threads.
+// Check, write, gather or weigh one entry a block of threads.
 extern "C" __global__ void mx_patch(
     i64 mode, const i64 *entries, const i64 *blocks, const u8 *payload, const i64 *runs, u64 *sums_old, u64 *sums_new,
     u8 *old) {
@@ -272,9 +267,13 @@ extern "C" __global__ void mx_patch(
                 was += value_term(load(run[LIVE], at, width), run[POSITION] + element, width);
                 will += value_term(load(values, j, width), run[POSITION] + element, width);
             }
+            if (mode == WEIGH && run[UNIT] >= 0) {
+                was += value_term(load((i64)old + entry[E_VALUE], j, width), run[POSITION] + element, width);
+                will += value_term(load(values, j, width), run[POSITION] + element, width);
+            }
         }
         if (mode == GATHER) __syncthreads();
-        if (mode != CHECK || run[UNIT] < 0) continue;
+        if ((mode != CHECK && mode != WEIGH) || run[UNIT] < 0) continue;
         was = sum_of_warp(was);
         will = sum_of_warp(will);
         if ((threadIdx.x & 31) == 0) {

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from mx_rl.kernels import base, reference
-from mx_rl.kernels.base import Bytes, Counts, Diffed, Ints, Sums
+from mx_rl.kernels.base import Bytes, Counts, Ints, Sums
 
 _DTYPES = {code: dtype for dtype, code in base.CASTS.items()}
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -42,9 +42,9 @@ def snapshot(runs: Ints, slot: int, sums: Sums) -> None:
 
 def diff(
     runs: Ints, blocks: Ints, slot: int, base_slot: int, sums: Sums, counts: Counts, payload: Bytes, old: Bytes
-) -> Diffed:
+) -> int:
     snapshot(runs, slot, sums)
-    used = used_old = 0
+    used = 0
     fits = True
     for row, (lo, length, width) in enumerate(blocks.tolist()):
         inside = np.zeros(length, np.bool_)
@@ -59,16 +59,16 @@ def diff(
         size = base.payload_bytes(int(counts[row]), length, width)
         values, olds = (new, was) if dense else (new[changed], was[changed])
         parts = [] if dense else [changed.astype(np.uint16)]
-        fits = fits and used + size <= len(payload) and used_old + base.pad8(olds.nbytes) <= len(old)
+        fits = fits and used + size <= len(payload)
         if fits:
             at = used
             for part in (*parts, values):
                 payload[at : at + part.nbytes] = part.view(np.uint8)
                 at += base.pad8(part.nbytes)
-            old[used_old : used_old + olds.nbytes] = olds.view(np.uint8)
             used += size
-            used_old += base.pad8(olds.nbytes)
-    return Diffed(used, used_old) if fits else Diffed(-1, -1)
+            begin = used - base.pad8(olds.nbytes)
+            old[begin : begin + olds.nbytes] = olds.view(np.uint8)
+    return used if fits else -1
 
 
 def check(entries: Ints, blocks: Ints, payload: Bytes, runs: Ints, sums_old: Sums, sums_new: Sums) -> None:
@@ -86,6 +86,18 @@ def _terms(values: npt.NDArray[np.unsignedinteger], place: npt.NDArray[np.int64]
     words = values.astype(np.uint64) << (8 * (place % 8)).astype(np.uint64)
     low, high = reference.weights((place // 8).astype(np.uint64))
     return np.uint64(((words & np.uint64(0xFFFFFFFF)) * low + (words >> np.uint64(32)) * high).sum(dtype=np.uint64))
+
+
+def weigh(entries: Ints, blocks: Ints, payload: Bytes, old: Bytes, runs: Ints, sums_old: Sums, sums_new: Sums) -> None:
+    for values, sums in ((payload, sums_new), (old, sums_old)):
+        mixed = payload.copy()  # the indices of one, the values of the other
+        for entry in entries.tolist():
+            begin, nbytes = entry[base.E_VALUE], entry[base.E_COUNT] * int(blocks[entry[base.E_BLOCK], base.WIDTH])
+            mixed[begin : begin + nbytes] = values[begin : begin + nbytes]
+        for run, _, elements, _, found in _hits(entries, blocks, mixed, runs):
+            unit, width = int(run[base.UNIT]), found.itemsize
+            if unit >= 0:
+                sums[unit : unit + 1] += _terms(found, (elements + int(run[base.POSITION])) * width)
 
 
 def write(entries: Ints, blocks: Ints, payload: Bytes, runs: Ints) -> None:

@@ -177,10 +177,10 @@ def test_a_diff_lists_exactly_the_elements_whose_bits_differ(lab, width, share):
     results = [diffed(chosen, runs, blocks, was, 2 * nbytes) for chosen in (lab.kernels, plain)]
     # What lies between runs is copied by nobody; both slots hold the same filling there.
     assert results[0] == results[1]
-    (used, used_old), counts, payload, old, _, _ = results[0]
+    used, counts, payload, old, _, _ = results[0]
     assert used == sum(base.payload_bytes(c, int(n), width) for c, n in zip(counts, blocks[:, 1], strict=True))
     if share == 0:
-        assert (used, used_old, counts) == (0, 0, [0, 0, 0])
+        assert (used, counts) == (0, [0, 0, 0])
     if share == 1:
         assert counts == [base.DENSE] * 3
     if share == 0.004:
@@ -188,7 +188,10 @@ def test_a_diff_lists_exactly_the_elements_whose_bits_differ(lab, width, share):
         assert listed.tolist() == [i for i in changed.tolist() if i < lab.block]
         values = np.frombuffer(payload, UNSIGNED[width], counts[0], base.pad8(2 * counts[0]))
         assert values.tolist() == live.view(UNSIGNED[width])[listed].tolist()
-        assert np.frombuffer(old, UNSIGNED[width], counts[0]).tolist() == was.view(UNSIGNED[width])[listed].tolist()
+        assert (
+            np.frombuffer(old, UNSIGNED[width], counts[0], base.pad8(2 * counts[0])).tolist()
+            == was.view(UNSIGNED[width])[listed].tolist()
+        )
 
 
 def test_minus_zero_and_nan_payloads_are_differences(lab):
@@ -212,7 +215,7 @@ def test_what_does_not_fit_is_no_delta_and_the_snapshot_is_whole(lab, room):
     at = int(blocks[1, 0])
     runs = table(run(small, 0, 5000, kind=9), run(large, at, 5000, kind=18, unit=1))
     results = [diffed(chosen, runs, blocks, was, room) for chosen in (lab.kernels, plain)]
-    assert results[0][0] == results[1][0] == base.Diffed(-1, -1)
+    assert results[0][0] == results[1][0] == -1
     assert results[0][4:] == results[1][4:]
     assert np.frombuffer(results[0][4], np.uint16, 5000).tolist() == small.tolist()
 
@@ -287,15 +290,20 @@ def test_patches_equal_the_plain_ones(lab, given_patch):
     assert lab.kernels.disorder(entries, blocks, payload) == plain.disorder(entries, blocks, payload) == -1
     sums = [np.zeros((2, 2), np.uint64) for _ in range(2)]
     olds = [np.zeros_like(payload) for _ in range(2)]
-    after = []
+    after, weights = [], []
     for chosen, found, old in zip((lab.kernels, plain), sums, olds, strict=True):
         live[:] = before
         chosen.check(entries, blocks, payload, runs, found[0], found[1])
         chosen.gather(entries, blocks, payload, runs, old)
+        weighed = np.zeros_like(found)
+        chosen.weigh(entries, blocks, payload, old, runs, weighed[0], weighed[1])
+        assert (weighed[1] == found[1]).all()
+        weights.append(weighed)
         assert live.tobytes() == before.tobytes()
         chosen.write(entries, blocks, payload, runs)
         after.append(live.tobytes())
     assert (sums[0] == sums[1]).all()
+    assert (weights[0] == weights[1]).all()
     assert olds[0].tobytes() == olds[1].tobytes()
     assert after[0] == after[1]
 
