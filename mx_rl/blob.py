@@ -79,7 +79,7 @@ class Head(NamedTuple):
         return head
 
 
-FRAME_BLOCKS: Final = 128
+FRAME_BLOCKS: Final = 256
 """Blocks that are packed together: enough for the tables of an entropy coder to pay, small enough to fetch by."""
 
 

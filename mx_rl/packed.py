@@ -1,12 +1,13 @@
 """The packed codec of a delta: index gaps and small value steps in planes of bytes, each compressed by itself.
 
-A frame holds 128 blocks: five u32 lengths, then five streams, each zstd or, where that is no shorter, plain:
+A frame holds 256 blocks: six u32 lengths, then six streams, each zstd or, where that is no shorter, plain:
 
     counts   u16 for each block, as in the raw table
     low      of every listed change, the gap from the one before it (less one) modulo 256 ...
     high     ... and divided by 256
     steps    of every value, listed or of a dense block: new bits - old bits, zigzag (0, -1, 1, -2 ...); 255: escaped
-    escaped  the new values themselves, width by width of each
+    small    of every escaped step, its lowest byte ...
+    large    ... and the others, as many as the value has
 
 A mean gap of 250 fills its low byte evenly; its high byte and the step, most often one unit of the last place, take a
 bit or two: planes keep what compresses apart from what does not. Steps need the reader's own old values: what comes
@@ -29,7 +30,7 @@ from mx_rl.errors import CorruptRecord
 from mx_rl.kernels.base import BLOCK_ELEMENTS, E_BLOCK, E_COUNT, E_DENSE, E_INDEX, E_VALUE, WIDTH, Bytes, Counts
 from mx_rl.zstd import compress, expand
 
-_HEAD = struct.Struct("<5I")
+_HEAD = struct.Struct("<6I")
 _ESCAPE = 255
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -66,7 +67,7 @@ def _frame(blocks: Ints, counts: Counts, entries: Ints, payload: Bytes, old: Byt
         (gap & 255).astype(np.uint8).tobytes(),
         (gap >> 8).astype(np.uint8).tobytes(),
         codes.tobytes(),
-        _escaped(new, width, codes == _ESCAPE),
+        *_escaped(zigzag, width, codes == _ESCAPE),
     ]
     packed = [compress(stream) for stream in streams]
     return _HEAD.pack(*map(len, packed)) + b"".join(packed)
@@ -86,10 +87,9 @@ class Frame:
         """Put the new values into the payload. ``old``: as large as it, the reader's own values at each E_VALUE."""
         was = values_of(self.blocks, self.entries, old)
         width = np.repeat(self.blocks[self.entries[:, E_BLOCK], WIDTH], self.entries[:, E_COUNT]).astype(np.uint64)
-        code = self.codes.astype(np.uint64)
-        step = (code >> np.uint64(1)) ^ (np.uint64(0) - (code & np.uint64(1)))
-        new = was + step
-        new[self.codes == _ESCAPE] = self.escaped
+        zigzag = self.codes.astype(np.uint64)
+        zigzag[self.codes == _ESCAPE] = self.escaped
+        new = was + ((zigzag >> np.uint64(1)) ^ (np.uint64(0) - (zigzag & np.uint64(1))))
         put_values(self.blocks, self.entries, self.payload, new & _mask(width << np.uint64(3)))
 
 
@@ -111,7 +111,7 @@ def unpack(blocks: Ints, data: bytes) -> Frame:
     codes = np.frombuffer(expand(streams[3], num_values), np.uint8)
     width = np.repeat(blocks[entries[:, E_BLOCK], WIDTH], entries[:, E_COUNT])
     wide = width[codes == _ESCAPE]
-    escaped = _read_escaped(expand(streams[4], int(wide.sum())), wide)
+    escaped = _read_escaped(expand(streams[4], len(wide)), expand(streams[5], int((wide - 1).sum())), wide)
     payload = np.zeros(nbytes, np.uint8)
     reach = np.cumsum(low + (high << 8) + 1)
     starts = starts_of(listed[:, E_COUNT])[:-1]
@@ -151,12 +151,15 @@ def _mask(bits: Values) -> Values:
     return ~np.uint64(0) >> (np.uint64(64) - bits)
 
 
-def _escaped(new: Values, width: Values, which: Flags) -> bytes:
-    rows = new[which].astype("<u8").view(np.uint8).reshape(-1, 8)
-    return rows[np.arange(8) < width[which].astype(np.int64)[:, None]].tobytes()
+def _escaped(zigzag: Values, width: Values, which: Flags) -> tuple[bytes, bytes]:
+    rows = zigzag[which].astype("<u8").view(np.uint8).reshape(-1, 8)
+    return rows[:, 0].tobytes(), rows[:, 1:][np.arange(1, 8) < width[which].astype(np.int64)[:, None]].tobytes()
 
 
-def _read_escaped(data: bytes, width: Ints) -> Values:
+def _read_escaped(small: bytes, large: bytes, width: Ints) -> Values:
     rows = np.zeros((len(width), 8), np.uint8)
-    rows[np.arange(8) < width[:, None]] = np.frombuffer(data, np.uint8)
+    rows[:, 0] = np.frombuffer(small, np.uint8)
+    inside = np.arange(8) < width[:, None]
+    inside[:, 0] = False
+    rows[inside] = np.frombuffer(large, np.uint8)
     return rows.view("<u8").reshape(-1).astype(np.uint64)

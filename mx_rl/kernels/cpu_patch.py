@@ -101,7 +101,7 @@ def _patch(
             # Backwards where they are read: of several runs over one element, the first is read last and stays.
             which = entry[E_LAST] - 1 - turn if mode == _GATHER else entry[E_FIRST] + turn
             run = runs[which]
-            if (mode == _CHECK or mode == _WEIGH) and run[UNIT] < 0:
+            if run[UNIT] < 0 and mode in (_CHECK, _WEIGH):
                 continue
             first = (run[SLOT] - lo) // width
             lowest, highest = max(first, 0), first + run[COUNT]

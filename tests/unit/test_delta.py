@@ -516,7 +516,7 @@ def test_random_streams_in_a_well_formed_frame_are_bounded():
             rng.bytes(n),
             rng.bytes(n),
             codes.tobytes(),
-            rng.bytes(2 * int((codes == 255).sum())),
+            *[rng.bytes(int((codes == 255).sum()))] * 2,
         ]
         data = packed._HEAD.pack(*map(len, streams)) + b"".join(streams)
         try:
