@@ -11,6 +11,7 @@ from mx_rl.errors import InvalidArgument
 
 _SLICE_S = 0.1
 """How soon a wait on a condition sees that it was told to stop."""
+_NAP_S = (0.00005, 0.001)
 _POLL_S = 10.0
 _STOPPABLE_POLL_S = 1.0
 """How long the registry may hold the answer to a call that can be told to stop: its polls cannot be broken off."""
@@ -123,3 +124,18 @@ class Patience:
                 return False
             change.wait(min(left, _SLICE_S))
         return True
+
+
+class Naps:
+    """Between two looks at what moves bytes: short while something moves, longer while nothing does."""
+
+    def __init__(self) -> None:
+        self._next = _NAP_S[0]
+
+    def rest(self) -> None:
+        time.sleep(self._next)
+        self._next = min(self._next * 2, _NAP_S[1])
+
+    def over(self) -> None:
+        """Something moved."""
+        self._next = _NAP_S[0]

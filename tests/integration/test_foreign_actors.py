@@ -251,7 +251,7 @@ def test_an_actor_that_is_wrapped_again_finds_the_new_subscriber_and_the_old_one
         first.close()  # which may happen at the exit of the driver, too
         with pytest.raises(InvalidArgument, match="no method 'lost'"):
             RolloutFleet.from_actors([actor], policy="third", build="lost")
-        assert second.call("where").popitem()[1] == ("second", False), "neither of them ended what is not theirs"
+        assert second.call("where").popitem()[1] == [("second", False)], "neither of them ended what is not theirs"
     ray.kill(actor)
 
 
