@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from mx_rl.errors import ActorFailed
+from mx_rl.errors import ActorFailed, InvalidArgument
 from mx_rl.ray.actors import Member, check_method, make
 from mx_rl.ray.loop import Loop
 
@@ -61,6 +61,7 @@ class Host(ABC):
     """Base of the two kinds. ``worker`` is the user's object, ``endpoint`` its Publisher or Subscriber."""
 
     attribute: str  # under which the user's object finds its endpoint
+    streams_by: str  # its method for tensors that come, or go, one at a time
 
     def __init__(self) -> None:
         self.worker: Any = None
@@ -127,6 +128,14 @@ class Host(ABC):
     def open(self, seat: Seat, tensors: Any, options: Mapping[str, Any]) -> Any:
         """The Publisher or Subscriber of this rank."""
 
+    def check_given(self, tensors: Any) -> None:
+        """None means a stream, and is most often a forgotten ``return`` where the class has no method that streams."""
+        if tensors is None and not hasattr(self.worker, self.streams_by):
+            raise InvalidArgument(
+                f"{type(self.worker).__name__} gave NoneType where tensors are built: return a module, a mapping or a "
+                f"callable; or give it a method {self.streams_by}(), for tensors that come one at a time"
+            )
+
     def guard(self) -> AbstractContextManager[Any]:
         """What surrounds a user call."""
         return nullcontext()
@@ -165,11 +174,13 @@ class TrainerHost(Host):
 
     by_name = False
     """``build`` gave no memory to publish from: a publish takes what the user's ``export`` gives."""
+    streams_by = "export"
 
     def open(self, seat: Seat, tensors: Any, options: Mapping[str, Any]) -> Any:
         from mx_rl.publisher import Publisher
         from mx_rl.tensors import only_declared
 
+        self.check_given(tensors)
         self.by_name = only_declared(tensors)
         return Publisher(
             seat.policy,
@@ -212,6 +223,7 @@ class RolloutHost(Host):
 
     by_name = False
     """``build`` gave no memory to install into: a sync goes through the user's ``load_weights``."""
+    streams_by = "load_weights"
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,6 +236,7 @@ class RolloutHost(Host):
         from mx_rl.subscriber import Subscriber
         from mx_rl.tensors import only_declared
 
+        self.check_given(tensors)
         self.by_name = only_declared(tensors)
         named = _for_endpoint(self, options)
         self._holds = named.pop("holds", None)
