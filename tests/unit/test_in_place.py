@@ -1,5 +1,6 @@
 """slots=0: live tensors are the version; what changes them shuts readers out first."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -128,3 +129,32 @@ def test_mutating_waits_for_readers_no_longer_than_the_grace(registry):
             sub.sync(timeout=0.3)  # resolves, takes a lease, and reads nothing
         with pub.mutating():
             source["w"].add_(1)
+
+
+def test_a_ctrl_c_while_readers_are_awaited_leaves_no_mutation_open(registry, monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Publisher, "_shut_out", interrupted)
+        pub = publisher(registry, {"w": torch.zeros(3)})
+    with pub:
+        pub.wait(pub.publish(), replicas=0, timeout=10)
+        with pytest.raises(KeyboardInterrupt), pub.mutating():
+            pytest.fail("the body ran")
+        pub.wait(pub.publish(), replicas=0, timeout=10)
+
+
+def test_a_step_over_the_second_of_two_storages_that_overlap_is_noticed(registry):
+    memory = np.zeros(COUNT + 64, dtype=np.float32)
+    left, right = torch.from_numpy(memory[:COUNT]), torch.from_numpy(memory[64:])
+    parameter = torch.nn.Parameter(right)
+    parameter.grad = torch.ones(COUNT)
+    target = {"left": torch.zeros(COUNT), "right": torch.zeros(COUNT)}
+    with publisher(registry, {"left": left, "right": parameter}) as pub, subscriber(registry, target) as sub:
+        version = pub.publish()
+        pub.wait(version, replicas=0, timeout=10)
+        torch.optim.SGD([parameter], lr=1.0).step()
+        with pytest.raises((VersionGone, PeerLost)):
+            sub.sync(at_least=version.number, timeout=0.4)
+        assert target["left"].eq(0).all()
