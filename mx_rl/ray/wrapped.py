@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ class WrappedRanks(Ranks):
     def __init__(self, kind: type[Host], actors: Sequence[Any], *, name: str, title: str, policy: str) -> None:
         super().__init__(kind, name=name, title=title, policy=policy, size=len(actors))
         self._actors = list(actors)
+        self._token = uuid.uuid4().hex  # names of replicas come again
 
     def adopt(self, build: str, options: Mapping[str, Any], *, deadline: Deadline, abort: threading.Event) -> None:
         """Give every actor its Publisher or Subscriber. Raises as ``Ranks.start`` does; the actors stay."""
@@ -63,4 +65,4 @@ class WrappedRanks(Ranks):
             )  # whether a silent one has ended is not ours to say: its lease is
 
     def _invoke(self, actor: Any, operation: str, /, *args: Any, **kwargs: Any) -> Any:
-        return actor.__ray_call__.remote(operate, self._kind, operation, *args, **kwargs)
+        return actor.__ray_call__.remote(operate, self._kind, self._token, operation, *args, **kwargs)
