@@ -11,6 +11,7 @@ from mx_rl.borrow import Loan
 from mx_rl.errors import (
     Busy,
     Closed,
+    HoldTimeout,
     IncompleteVersion,
     InvalidArgument,
     MxRLError,
@@ -55,7 +56,9 @@ class Switch(Standing):
                     self._switch(staged, previous, patience)
                     done = time.monotonic()
             except BaseException as exc:
-                if not staged.over:
+                if not staged.over and isinstance(exc, HoldTimeout) and self._may_wait():
+                    self._acknowledge("staged", staged.version)  # ends the lease: all was read
+                elif not staged.over:
                     self._end(staged)
                     self._refuse_round(staged.round, staged.version, exc)
                 raise
@@ -72,6 +75,12 @@ class Switch(Standing):
             }
             seconds["total"] = acked - begun + (sum(before.values()) if waited is None else waited)
             return self._report(staged.cargo, previous, seconds)
+
+    def _may_wait(self) -> bool:
+        """A version that met holds stays staged for the next call: its bytes are all here, and no other rank knows of it."""
+        staging, _, _ = self._parts
+        streaming = self._streams is not None and self._streams.giving
+        return self.world_size == 1 and not staging.stage.direct and not streaming
 
     def _gather(self, staged: Staged, patience: Patience) -> None:
         """Every rank has staged its part and was asked to install it: only now do holds shut anywhere."""
