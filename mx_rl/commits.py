@@ -160,12 +160,12 @@ class Commits:
                 outcome = self._declare_world(key, commit)
             return outcome
         except BaseException as exc:
-            known = isinstance(exc, MxRLError)
-            failure = exc if known else MxRLError(f"publish {key[1]} was not committed: {type(exc).__name__}: {exc}")
+            text = f"publish {key[1]} was not committed: {type(exc).__name__}: {exc}"
+            failure = exc if isinstance(exc, MxRLError) else MxRLError(text)
             if commit.error is None:
                 self._failure = failure
             self._outcomes[key] = Outcome(number=0, state="aborted", reason=str(failure))
-            if known:
+            if failure is exc:
                 raise
             raise failure from exc
 
