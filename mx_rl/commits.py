@@ -160,10 +160,14 @@ class Commits:
                 outcome = self._declare_world(key, commit)
             return outcome
         except BaseException as exc:
-            if commit.error is None and isinstance(exc, MxRLError):
-                self._failure = exc
-            self._outcomes[key] = Outcome(number=0, state="aborted", reason=str(exc))
-            raise
+            text = f"publish {key[1]} was not committed: {type(exc).__name__}: {exc}"
+            failure = exc if isinstance(exc, MxRLError) else MxRLError(text)
+            if commit.error is None:
+                self._failure = failure
+            self._outcomes[key] = Outcome(number=0, state="aborted", reason=str(failure))
+            if failure is exc:
+                raise
+            raise failure from exc
 
     def _prove(self, key: Key, commit: Commit, snapshot: Snapshot) -> Commit:
         before = (key[0], key[1] - 1)
@@ -275,7 +279,7 @@ class Commits:
                 continue
             try:
                 world = self._merge(outcome.layouts)
-            except MxRLError as exc:
+            except Exception as exc:
                 failed = msgspec.structs.replace(commit, error=f"{type(exc).__name__}: {exc}"[:4096])
                 self._learn(key, self._commit(failed))
                 raise

@@ -104,7 +104,8 @@ class CallTimeout(MxRLError, TimeoutError):
 
 
 class Busy(MxRLError, RuntimeError):
-    """For a ``before_install`` hook to raise when the engine cannot stop yet: it is called again until the deadline."""
+    """Another call is at work. Also for a ``before_install`` hook to raise when the engine cannot stop yet: it is called
+    again until the deadline."""
 
 
 class Paused(Busy):

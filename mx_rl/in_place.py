@@ -62,7 +62,7 @@ class Mutations:
         self._begin = weakref.WeakMethod(begin)
         self._lock = threading.RLock()
         self._open = False  # a version may be read
-        self._bodies: set[object] = set()  # of ``mutating`` that run now
+        self._inside: set[object] = set()  # one for each body of ``mutating`` that runs
         self._storages: frozenset[int] = frozenset()
         this = weakref.ref(self)
 
@@ -75,7 +75,7 @@ class Mutations:
 
     def published(self, tensors: Mapping[str, tuple[Shard, ...]]) -> None:
         with self._lock:
-            # Each storage, not each extent: of storages that overlap one extent is made.
+            # Not the extents: storages that overlap are joined there, and keep the address of the first only.
             self._storages = frozenset(
                 shard.tensor.untyped_storage().data_ptr() for boxes in tensors.values() for shard in boxes
             )
@@ -83,19 +83,20 @@ class Mutations:
 
     def check(self) -> None:
         """Raises InvalidArgument inside ``mutating()``."""
-        if self._bodies:
+        if self._inside:
             raise InvalidArgument("publish() inside mutating(): leave it first, so that the tensors stay as they are")
 
     @contextmanager
     def mutating(self) -> Iterator[None]:
-        body = object()
-        try:
+        this = object()
+        try:  # around the change too: a Ctrl-C while readers are awaited is no body that runs for ever
             with self._lock:
+                self._inside.add(this)
                 self._change()
-                self._bodies.add(body)
             yield
         finally:
-            self._bodies.discard(body)  # whatever came between, a Ctrl-C too: it is not for ever
+            with self._lock:
+                self._inside.discard(this)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         with self._lock:

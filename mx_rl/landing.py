@@ -56,7 +56,11 @@ class Landing:
         self.address = self._arena.address(0)
         self._links: dict[str, Link] = {}
         self._routes: dict[tuple[str, int, str], Route] = {}
-        self._receiver = self._open_receiver()
+        try:
+            self._receiver = self._open_receiver()
+        except BaseException:
+            self.stop_serving()
+            raise
         self._fenced = True
 
     @property

@@ -10,8 +10,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +20,7 @@ from mx_rl.claim import Claimant, name_ranks
 from mx_rl.commits import Commits
 from mx_rl.config import Options
 from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, seat_key, unique_name
-from mx_rl.errors import IncompleteVersion, InvalidArgument, RegistryLost
+from mx_rl.errors import Busy, IncompleteVersion, InvalidArgument, RegistryLost
 from mx_rl.feed import Feed, Pairs, Stream, drawing, on_loop
 from mx_rl.in_place import InPlace, Mutations
 from mx_rl.layout import RankLayout
@@ -91,7 +91,7 @@ class Publisher:
         self._leaving: ExitStack | None = None
         self._k = 0
         self._counted = 0  # the epoch that k counts in
-        self._uncounted: list[str] = []  # calls that raised before the epoch was open
+        self._uncounted: list[str] = []  # calls that raised before they were counted
         self._retired: list[Slots] = []
         self._ring: Slots | None = None
         self._mutations: Mutations | None = None
@@ -140,12 +140,13 @@ class Publisher:
         is kept. Each pass gives the names, shapes and dtypes of the first, in any order: else LayoutMismatch and its kinds,
         or NameCollision. What the iterable raises is raised as it is. ``timeout`` does not count the iterable's own time.
 
-        After ``timeout`` seconds: IncompleteVersion, naming the ranks that have not claimed or not committed. Also
-        raises TensorUnavailable, LayoutMismatch, InvalidArgument (metadata over 64 KiB), Fenced, RegistryLost.
+        After ``timeout`` seconds: IncompleteVersion, naming the ranks that have not claimed or not committed, or Busy where
+        another thread's publish was not over. Also raises TensorUnavailable, LayoutMismatch, InvalidArgument
+        (metadata over 64 KiB), Fenced, RegistryLost.
         """
         begun = time.monotonic()
         deadline = begun + timeout
-        with drawing(stream) as pairs, self._publishing, self._member.bounded(lambda: deadline):
+        with drawing(stream) as pairs, self._turn(deadline), self._member.bounded(lambda: deadline):
             check_open(self._closed, f"Publisher({self.policy!r})")
             epoch = self._count_call(deadline)
             key = (epoch.epoch, self._k)
@@ -322,6 +323,25 @@ class Publisher:
 
     # ---- the epoch
 
+    @contextmanager
+    def _turn(self, deadline: float) -> Iterator[None]:
+        """Publishes of other threads first. Raises Busy; the call counts all the same, before the next one."""
+        try:
+            ours = self._publishing.acquire(timeout=max(deadline - time.monotonic(), 0))
+        except BaseException as exc:  # Ctrl-C
+            self._uncounted.append(f"{type(exc).__name__}: {exc}")
+            raise
+        if not ours:
+            text = (
+                f"policy {self.policy}: another thread's publish was not over in time: publish again, or raise timeout"
+            )
+            self._uncounted.append(f"Busy: {text}")
+            raise Busy(text)
+        try:
+            yield
+        finally:
+            self._publishing.release()
+
     def _count_call(self, deadline: float) -> Seat:
         """Make this call the k-th of the open epoch, which is claimed (again) where this rank has none."""
         epoch = self._claimant.open_epoch
@@ -334,10 +354,10 @@ class Publisher:
         if epoch.epoch != self._counted:
             self._k = self._commits.count_on(self._counted, self._k)
             self._counted = epoch.epoch
-            for text in self._uncounted:
-                self._k += 1
-                self._commits.submit(self._commit(epoch, error=text), epoch.base + self._k)
-            self._uncounted.clear()
+        while self._uncounted:
+            text = self._uncounted.pop(0)
+            self._k += 1
+            self._commits.submit(self._commit(epoch, error=text), epoch.base + self._k)
         self._k += 1
         return epoch
 

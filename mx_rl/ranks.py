@@ -60,7 +60,11 @@ class Ranks:
         self._served = endpoint.serve(f"{policy}-rank{rank}", 1, 64) if ranks > 1 else None
         self._receiver = None
         if self._served is not None:
-            self._receiver = endpoint.transport.receive(unique_name(f"{policy}-rank{rank}-out"), [])
+            try:
+                self._receiver = endpoint.transport.receive(unique_name(f"{policy}-rank{rank}-out"), [])
+            except BaseException:
+                endpoint.unserve(self._served)
+                raise
             self._served.on_message = self._on_message
 
     @property

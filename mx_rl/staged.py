@@ -33,7 +33,8 @@ class Staged:
         """Switch to this version, all ranks of the replica or none. Waits until every rank has staged its part and was
         asked to install it, then for open holds and the other ranks' votes.
 
-        After ``timeout`` the old version runs on (HoldTimeout, IncompleteVersion). Paused in a pause. Tainted where live
+        After ``timeout`` the old version runs on (HoldTimeout, IncompleteVersion); of a replica of one rank HoldTimeout
+        leaves this one staged. Paused in a pause. Tainted where live
         weights may be mixed.
         """
         return self._switch._install(self, self._switch._patience(timeout))

@@ -45,9 +45,13 @@ class SwapStage(Stage):
         self._aims: list[_Aim] = []
         self._live = open_landing(layout.nbytes)
         self._lent: list[tuple[weakref.ref[Any], int, int]] = []  # the memory behind what was pointed at an arena
-        self._repoint(layout, self._live, copy=True)
-        # Not before the module's former storage is gone: construction never takes more than two models.
-        self.landing = open_landing(layout.nbytes)
+        try:
+            self._repoint(layout, self._live, copy=True)
+            # Not before the module's former storage is gone: construction never takes more than two models.
+            self.landing = open_landing(layout.nbytes)
+        except BaseException:
+            self._live.abandon(self._live_in(self._live))
+            raise
 
     @property
     def landings(self) -> tuple[Landing, ...]:

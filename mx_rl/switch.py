@@ -77,10 +77,11 @@ class Switch(Standing):
             return self._report(staged.cargo, previous, seconds)
 
     def _keeps(self, staged: Staged, exc: BaseException) -> bool:
-        """Holds stayed open, and nobody else waits: the version is whole, and the next call installs it."""
+        """Holds stayed open, and no other rank knows of the version: it is whole, and the next call installs it."""
         alone = self.world_size == 1 and not staged.over
         whole = self._staging is not None and not self._staging.stage.direct
-        return alone and whole and isinstance(exc, HoldTimeout)
+        streaming = self._streams is not None and self._streams.giving
+        return alone and whole and not streaming and isinstance(exc, HoldTimeout)
 
     def _gather(self, staged: Staged, patience: Patience) -> None:
         """Every rank has staged its part and was asked to install it: only now do holds shut anywhere."""

@@ -17,15 +17,16 @@ from mx_rl.ray.host import TrainerHost
 from mx_rl.ray.interrupts import END_S
 from mx_rl.ray.placement import Request
 from mx_rl.ray.ranks import Ranks
-from mx_rl.ray.remote import died, failure, gather
+from mx_rl.ray.remote import Gathered, died, failure, gather
 from mx_rl.ray.session import close_at_exit
 from mx_rl.ray.wrapped import WrappedRanks
+from mx_rl.reports import Receipt
 from mx_rl.twins import run
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-    from mx_rl.reports import Receipt, Version
+    from mx_rl.reports import Version
 
 _WAIT_PART_S = 1.0
 _OURS = {"policy", "tensors", "registry", "rank", "world_size", "world"}
@@ -180,15 +181,21 @@ class TrainerGroup:
 
     def wait(self, version: Version | int, *, replicas: int | None = None, timeout: float = 60.0) -> Receipt:
         """Until ``replicas`` replicas (None: the members at READY) have installed ``version`` or a newer one. Returns,
-        never raises, on expiry: the Receipt says who is missing. Raises ActorFailed where rank 0 is dead."""
-        deadline = Deadline(timeout)
+        never raises, on expiry: the Receipt says who is missing, rank 0 itself where it did not answer in some seconds
+        more. Raises ActorFailed where rank 0 is dead."""
+        deadline, last = Deadline(timeout), Deadline(timeout + END_S)
+        receipt: Receipt | None = None
         while True:
             # In parts, so that one which a Ctrl-C leaves behind is soon over: it has a thread of the actor's, and an
             # actor of the user's to itself.
             part = min(_WAIT_PART_S, deadline.left)
             begun = time.monotonic()
-            ref = self._alive().submit_to(0, "wait", version, replicas, part)
-            receipt: Receipt = self._collect({0: ref}, Deadline(part + timeout + END_S), doing="wait")[0]
+            ranks = self._alive()
+            ref = ranks.submit_to(0, "wait", version, replicas, part)
+            found = gather({0: ref}, deadline=last)
+            if found.pending:
+                return receipt or _silent(ranks, version)
+            receipt = self._results(found, last, doing="wait")[0]
             if deadline.over or time.monotonic() - begun < part:
                 return receipt
 
@@ -294,8 +301,10 @@ class TrainerGroup:
 
     def _collect(self, refs: Mapping[int, Any], deadline: Deadline, *, doing: str) -> list[Any]:
         """Results by rank, or the error that explains the others."""
+        return self._results(gather(refs, deadline=deadline), deadline, doing=doing)
+
+    def _results(self, found: Gathered, deadline: Deadline, *, doing: str) -> list[Any]:
         ranks = self._open()
-        found = gather(refs, deadline=deadline)
         for rank, error in found.errors.items():
             if died(error):
                 lost = failure(error, actor=ranks.title, rank=rank, doing=doing)
@@ -311,6 +320,11 @@ class TrainerGroup:
                 missing=late,
             )
         return [found.values[rank] for rank in sorted(found.values)]
+
+
+def _silent(ranks: Ranks, version: Version | int) -> Receipt:
+    number = version if isinstance(version, int) else version.number
+    return Receipt(version=number, ready=False, installed=(), failed={}, missing=(f"rank 0 of {ranks.title}",))
 
 
 def _world(policy: str) -> str:

@@ -66,7 +66,7 @@ class Host(ABC):
     def __init__(self) -> None:
         self.worker: Any = None
         self.endpoint: Any = None
-        self.group = ""  # whose endpoint it is, in an actor that its user made
+        self.owner = ""  # in an actor of the user's: the token of the group that adopted it last
         self._ended = threading.Event()
         self._loop = Loop()
         # torch listens with SO_REUSEADDR, so that a port which is bound here but not listened on is its to take, and
@@ -105,12 +105,11 @@ class Host(ABC):
             setattr(self.worker, self.attribute, self.endpoint)
             return str(self.endpoint.incarnation)
 
-    def adopt(self, seat: Seat, build: str, options: Mapping[str, Any], group: str) -> str:
-        """As ``build``, for an actor that its user made: ``build`` names the method that returns its tensors. From here on
-        ``group`` ends what it opens, and no other."""
+    def adopt(self, owner: str, seat: Seat, build: str, options: Mapping[str, Any]) -> str:
+        """As ``build``, for an actor that its user made: ``build`` names the method that returns its tensors."""
         with portable():
             check_method(self.worker, build)
-            self.group = group
+            self.owner = owner
             if self.endpoint is not None:  # of a driver that is gone, where the actor outlives it, or of another group
                 self.endpoint.close()
                 self.endpoint = None
@@ -200,7 +199,7 @@ class TrainerHost(Host):
         if not self.by_name or export is None:
             return None
         try:
-            return self._loop.run(export)
+            return self._loop.drawn(self._loop.run(export))
         except Exception as exc:  # noqa: BLE001 - raised by the publish, which counts on every rank
             return _raising(exc)
 
@@ -328,35 +327,33 @@ _given: dict[
 _adopting = threading.Lock()  # a threaded actor of the user's runs several operations at once
 
 
-def operate(worker: Any, kind: type[Host], operation: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Run a host's operation in an actor that its user made; there is one such object a process."""
-    if operation == "end":
-        return _end(worker, kind, *args, **kwargs)
+def operate(worker: Any, kind: type[Host], owner: str, operation: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a host's operation in an actor that its user made; there is one such object a process, and the group that
+    adopted it last owns it: nothing that an older one still sends, as it closes or at exit, reaches it."""
     with _adopting:
         host = _adopted.get(kind)
-        if host is None or host.worker is not worker:
+        if operation == "end":
+            if host is None or host.worker is not worker or host.owner not in ("", owner):
+                return []
+            del _adopted[kind]
+        elif host is None or host.worker is not worker:
             host = _adopted[kind] = kind()
             host.worker = worker
-    if host.endpoint is None and operation not in ("locate", "adopt"):
+    if operation == "adopt":
+        return host.adopt(owner, *args, **kwargs)
+    if operation not in ("locate", "end") and (host.endpoint is None or host.owner != owner):
+        why = (
+            "another group wrapped this actor since"
+            if host.endpoint is not None
+            else "the actor was restarted since it was wrapped, or its group was closed"
+        )
         raise ActorFailed(
-            f"no {host.attribute} in this process: the actor was restarted since it was wrapped, or its group was "
-            "closed; wrap it anew (from_actors)",
+            f"no {host.attribute} of this group in this process: {why}; wrap it anew (from_actors)",
             actor=type(worker).__name__,
             rank=None,
             text="",
         )
     return getattr(host, operation)(*args, **kwargs)
-
-
-def _end(worker: Any, kind: type[Host], group: str) -> list[str]:
-    """Nothing where another group has wrapped the actor since: what is open is its."""
-    with _adopting:
-        host: Any = _adopted.get(kind)  # untyped: Ray's stubs make another thing of its methods
-        if host is None or host.worker is not worker or host.group not in ("", group):
-            return []
-        del _adopted[kind]
-    problems: list[str] = host.end()
-    return problems
 
 
 def remote_host(kind: type[Host]) -> Any:

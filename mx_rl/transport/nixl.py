@@ -62,7 +62,7 @@ class NixlServer(Server):
         self.name = name
         self._agent = Agent(name, options)
         self.address = msgspec.msgpack.encode(
-            _Address(metadata=self._agent.register(regions), rdma=bool(rdma_devices()))
+            _Address(metadata=_registered(self._agent, regions), rdma=bool(rdma_devices()))
         )
         self._service = Service(self._agent, regions, in_flight=options.in_flight)
         self._lock = threading.Lock()
@@ -132,7 +132,7 @@ class NixlReceiver(Receiver):
         # An agent that has registered nothing cannot be answered: its metadata names no backend.
         self._anchor = np.zeros(HEADER_BYTES, dtype=np.uint8)
         anchor = Region(address=int(self._anchor.ctypes.data), nbytes=HEADER_BYTES)
-        self.metadata = self.agent.register(regions or [anchor])
+        self.metadata = _registered(self.agent, regions or [anchor])
         self.lines = _Lines(self.agent)
         self.desk = Desk()
         self.lock = threading.RLock()
@@ -537,3 +537,12 @@ class _NixlReads(Reads):
 
     def abandon(self, posted: Sequence[int]) -> bool:
         return self._route.ended()
+
+
+def _registered(agent: Agent, regions: Sequence[Region]) -> tuple[bytes, ...]:
+    """Where it fails, what the agent has registered by then does not stay for as long as somebody keeps the exception."""
+    try:
+        return agent.register(regions)
+    except BaseException:
+        agent.close()
+        raise

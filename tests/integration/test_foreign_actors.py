@@ -336,3 +336,79 @@ def test_a_strategy_of_the_users_reaches_one_bundle():
     for actor in (trainer, *ranks):
         ray.kill(actor)
     remove_placement_group(room)
+
+
+def test_an_older_group_neither_ends_nor_uses_what_a_newer_one_opened_in_the_same_actors():
+    import torch
+
+    class Own:
+        def build(self):
+            return {"weight": torch.ones(8)}
+
+    actor = ray.remote(num_cpus=1)(Own).remote()
+    older = TrainerGroup.from_actors([actor], policy="again")
+    with TrainerGroup.from_actors([actor], policy="again") as newer:
+        with pytest.raises(ActorFailed, match="another group"):
+            older.publish()
+        with pytest.raises(InvalidArgument):  # its clean-up reaches nothing either
+            TrainerGroup.from_actors([actor], policy="again", build="nothing")
+        older.close()
+        assert newer.wait(newer.publish(step=1), replicas=0, timeout=20).ready
+    ray.kill(actor)
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_every_step_of_an_export_runs_on_the_loop_of_an_async_actor(kind):
+    import asyncio
+
+    import torch
+
+    class Own:
+        def __init__(self, kind):
+            self.loop, self.kind = asyncio.get_running_loop(), kind
+
+        async def build(self):
+            return None
+
+        def export(self):
+            return self._async() if self.kind == "async" else self._plain()
+
+        def _plain(self):
+            for index in range(3):
+                assert asyncio.get_running_loop() is self.loop
+                yield f"w{index}", torch.full((8,), float(index))
+
+        async def _async(self):
+            for pair in self._plain():
+                await asyncio.sleep(0)
+                yield pair
+
+    actor = ray.remote(num_cpus=1)(Own).remote(kind)
+    with TrainerGroup.from_actors([actor], policy=f"exports-{kind}") as group:
+        assert group.wait(group.publish(step=1), replicas=0, timeout=20).ready
+    ray.kill(actor)
+
+
+def test_a_wait_for_a_trainer_that_does_not_answer_returns_and_names_it():
+    import torch
+
+    class Own:
+        def build(self):
+            return {"weight": torch.ones(8)}
+
+        def sleep(self, seconds):
+            time.sleep(seconds)
+
+    actor = ray.remote(num_cpus=1)(Own).remote()
+    group = TrainerGroup.from_actors([actor], policy="silent")
+    version = group.publish(step=1)
+    busy = actor.sleep.remote(600)
+    begun = time.monotonic()
+    receipt = group.wait(version, timeout=0.5)
+    assert time.monotonic() - begun < 60
+    assert (receipt.version, receipt.ready) == (version.number, False)
+    assert "rank 0" in receipt.missing[0]
+    ray.kill(actor)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(busy, timeout=30)
+    group.close()

@@ -1,6 +1,6 @@
 """slots=0: live tensors are the version; what changes them shuts readers out first."""
 
-import numpy
+import numpy as np
 import pytest
 import torch
 
@@ -131,30 +131,30 @@ def test_mutating_waits_for_readers_no_longer_than_the_grace(registry):
             source["w"].add_(1)
 
 
-def test_a_body_that_never_began_keeps_no_later_publish_out(registry, monkeypatch):
-    source = {"w": torch.ones(50)}
-    with publisher(registry, source) as pub:
-        first = pub.publish().number
-        pub.wait(first, replicas=0, timeout=10)
+def test_a_ctrl_c_while_readers_are_awaited_leaves_no_mutation_open(registry, monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
 
-        def interrupt():
-            raise KeyboardInterrupt
-
-        begin = pub._mutations._begin
-        pub._mutations._begin = lambda: interrupt
+    with monkeypatch.context() as patch:
+        patch.setattr(Publisher, "_shut_out", interrupted)
+        pub = publisher(registry, {"w": torch.zeros(3)})
+    with pub:
+        pub.wait(pub.publish(), replicas=0, timeout=10)
         with pytest.raises(KeyboardInterrupt), pub.mutating():
-            pass
-        pub._mutations._begin = begin
-        assert pub.publish().number == first + 1
+            pytest.fail("the body ran")
+        pub.wait(pub.publish(), replicas=0, timeout=10)
 
 
-def test_a_step_over_the_second_of_two_storages_that_overlap_shuts_readers_out(registry):
-    memory = numpy.zeros(96, numpy.float32)
-    source = {"a": torch.from_numpy(memory[:64]), "b": torch.from_numpy(memory[32:])}
-    with publisher(registry, source) as pub:
-        pub.publish()
-        before = pub._ring.served.arena.headers[0].generation
-        parameter = torch.nn.Parameter(source["b"])
-        parameter.grad = torch.ones(64)
+def test_a_step_over_the_second_of_two_storages_that_overlap_is_noticed(registry):
+    memory = np.zeros(COUNT + 64, dtype=np.float32)
+    left, right = torch.from_numpy(memory[:COUNT]), torch.from_numpy(memory[64:])
+    parameter = torch.nn.Parameter(right)
+    parameter.grad = torch.ones(COUNT)
+    target = {"left": torch.zeros(COUNT), "right": torch.zeros(COUNT)}
+    with publisher(registry, {"left": left, "right": parameter}) as pub, subscriber(registry, target) as sub:
+        version = pub.publish()
+        pub.wait(version, replicas=0, timeout=10)
         torch.optim.SGD([parameter], lr=1.0).step()
-        assert pub._ring.served.arena.headers[0].generation > before
+        with pytest.raises((VersionGone, PeerLost)):
+            sub.sync(at_least=version.number, timeout=0.4)
+        assert target["left"].eq(0).all()

@@ -9,6 +9,7 @@ import torch
 from mx_rl import Publisher, Subscriber
 from mx_rl.arena import Arena
 from mx_rl.registry.memory import MemoryRegistry
+from mx_rl.transport.memory import MemoryTransport
 from tests.support.local import STEADY, together
 
 
@@ -78,3 +79,39 @@ def test_arenas_of_streams_go_with_close_too(arenas):
     left = [arena().nbytes for arena in arenas if arena() is not None]
     assert all(nbytes <= 64 for nbytes in left), left  # those of the ranks' messages go with the subscriber
     assert all(sub.registered_bytes == 0 and sub.last_report is not None for sub in subs)
+
+
+@pytest.mark.parametrize(
+    ("count", "named"),
+    [
+        (1, {}),
+        (1, {"swap": True}),
+        (2, {"swap": True}),
+        (1, {"stage": "none", "serve": "off"}),
+        (1, {"serve": "live"}),
+        (2, {"rank": 0, "world_size": 2, "replica": "r"}),
+    ],
+    ids=["stage", "first of swap", "second of swap", "direct", "live", "ranks"],
+)
+def test_a_constructor_that_fails_half_way_leaves_nothing_registered(monkeypatch, count, named):
+    receive, opened = MemoryTransport.receive, []
+
+    def failing(self, name, regions):
+        if len(opened) + 1 == count:
+            raise MemoryError("no more can be registered")
+        opened.append(receive(self, name, regions))
+        return opened[-1]
+
+    registry = MemoryRegistry()
+    live = torch.nn.Linear(300, 200)
+    before = {name: tensor.clone() for name, tensor in live.state_dict().items()}
+    with Publisher("p", {"w": torch.ones(3)}, registry=registry, options=STEADY) as pub:
+        served = list(pub._endpoint._served)
+        monkeypatch.setattr(MemoryTransport, "receive", failing)
+        with pytest.raises(MemoryError):
+            Subscriber("p", live, registry=registry, options=STEADY, **named)
+        assert len(opened) == count - 1
+        assert pub._endpoint._served == served
+        assert all(receiver._fenced is not None for receiver in opened)
+    for name, tensor in live.state_dict().items():
+        assert torch.equal(tensor, before[name])

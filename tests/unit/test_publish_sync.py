@@ -1,5 +1,6 @@
 """Whole publishes and syncs in one process: what travels, what is refused, and what a failure leaves."""
 
+import threading
 import time
 
 import pytest
@@ -8,12 +9,15 @@ import torch
 from mx_rl import Publisher, Shard, Subscriber
 from mx_rl.errors import (
     AliasConflict,
+    Busy,
     DtypeMismatch,
     Fenced,
+    HoldTimeout,
     IncompleteVersion,
     InvalidArgument,
     LayoutMismatch,
     MissingTensors,
+    MxRLError,
     NotReady,
     SeatTaken,
     StepMismatch,
@@ -21,6 +25,7 @@ from mx_rl.errors import (
     UnexpectedTensors,
     VersionAborted,
 )
+from mx_rl.partners import Partners
 from mx_rl.ranks import Ranks
 from mx_rl.registry.memory import MemoryRegistry
 from tests.support.local import FAST, together
@@ -531,3 +536,68 @@ def test_a_close_that_was_interrupted_at_its_beginning_is_gone_on_with(registry,
         one.close()
         assert one.registered_bytes == 0
     assert one._endpoint._users == 0
+
+
+def test_a_commit_that_fails_unforeseen_is_raised_by_wait_and_by_the_next_publish(registry, monkeypatch):
+    def broken(self, commit, snapshot):
+        raise ZeroDivisionError("unforeseen")
+
+    with publisher(registry, {"w": torch.ones(3)}) as pub:
+        for ask in (lambda version: pub.wait(version, replicas=0, timeout=10), lambda version: pub.publish()):
+            with monkeypatch.context() as patch:
+                patch.setattr(Partners, "prove", broken)
+                version = pub.publish()
+                pub._commits.settle(pub._commits.key_of(version.number), time.monotonic() + 10)
+            with pytest.raises(MxRLError, match="unforeseen") as found:
+                ask(version)
+            assert isinstance(found.value.__cause__, ZeroDivisionError)
+        assert pub.wait(pub.publish(), replicas=0, timeout=10).ready
+
+
+def test_a_publish_beside_one_of_another_thread_that_stands_is_busy_and_counts_all_the_same(registry):
+    drawn, go = threading.Event(), threading.Event()
+
+    def stands():
+        drawn.set()
+        assert go.wait(20)
+        yield "w", torch.ones(3)
+
+    with publisher(registry, None) as pub:
+        other = threading.Thread(target=pub.publish, kwargs={"stream": stands()}, daemon=True)
+        other.start()
+        assert drawn.wait(10)
+        with pytest.raises(Busy, match="another thread"):
+            pub.publish(stream=iter([("w", torch.ones(3))]), timeout=0.1)
+        go.set()
+        other.join(10)
+        third = pub.publish(stream=iter([("w", torch.ones(3))]))
+        assert third.number == 3
+        assert pub.wait(third, replicas=0, timeout=10).ready
+
+
+def test_a_version_that_met_an_open_hold_stays_staged_and_is_no_failure(registry):
+    inside, leave = threading.Event(), threading.Event()
+    target = {"w": torch.zeros(3)}
+
+    def generate(sub):
+        with sub.hold():
+            inside.set()
+            assert leave.wait(20)
+
+    with subscriber(registry, target) as sub:
+        with publisher(registry, {"w": torch.ones(3)}) as pub:
+            version = pub.publish()
+            holder = threading.Thread(target=generate, args=(sub,), daemon=True)
+            holder.start()
+            assert inside.wait(10)
+            for _ in range(2):
+                with pytest.raises(HoldTimeout):
+                    sub.sync(at_least=version.number, timeout=0.3)
+                assert sub.staged == version.number
+                assert not target["w"].any()
+            receipt = pub.wait(version, timeout=0.1)
+            assert (receipt.installed, dict(receipt.failed)) == ((), {})
+        leave.set()
+        holder.join(10)
+        assert sub.sync(at_least=version.number, timeout=10).version == version.number, "its publisher is gone"
+        assert target["w"].eq(1).all()
