@@ -1,0 +1,92 @@
+"""Whose bytes are believed: a version is moved until what arrived is proved, each time without whoever gave wrong bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from mx_rl.errors import DigestMismatch, PeerLost, VersionGone
+from mx_rl.fetch import Giver, Haul, Progress, Supplier
+from mx_rl.proof import Wrong
+
+
+class Doubt:
+    """``bad``: gave wrong bytes. ``aside``: gave a part of a box that is wrong, and wait until another has tried alone."""
+
+    def __init__(self) -> None:
+        self.bad: set[Giver] = set()
+        self.aside: set[Giver] = set()
+        self._trying: Giver | None = None
+
+    @property
+    def out(self) -> set[Giver]:
+        return self.bad | self.aside
+
+    def judge(self, wrong: Sequence[Wrong], givers: Mapping[int, Giver]) -> None:
+        """A box that came from one giver convicts it. Of those that several gave a part of, one tries alone."""
+        found = [dict.fromkeys(givers[window] for window in one.windows if window in givers) for one in wrong]
+        certain = {giver for these in found if len(these) == 1 for giver in these}
+        if certain:
+            self.bad |= certain
+            self.aside.clear()
+            return
+        suspects = list(dict.fromkeys(giver for these in found for giver in these))
+        self._trying, rest = suspects[0], suspects[1:]
+        self.aside |= set(rest)
+
+    def turn(self) -> bool:
+        """Whoever tried alone could not: it is the others' turn. False where none is left."""
+        if not self.aside:
+            return False
+        if self._trying is not None:
+            self.bad.add(self._trying)
+        self.aside.clear()
+        return True
+
+
+def move_proved(
+    found: Sequence[Supplier],
+    progress: Progress,
+    haul: Haul,
+    fetch: Callable[[Sequence[Supplier]], None],
+    check: Callable[[], Sequence[Wrong]],
+) -> None:
+    """``fetch`` from the suppliers until ``check`` finds nothing wrong.
+
+    Raises what ``fetch`` does where no source is left: DigestMismatch if all that were refused gave wrong bytes.
+    """
+    doubt = Doubt()
+    while True:
+        try:
+            fetch([one for one in found if one.giver not in doubt.out])
+        except (DigestMismatch, PeerLost, VersionGone):
+            if not doubt.turn():
+                raise
+            progress.forget(doubt.bad)
+            continue
+        wrong = check()
+        if not wrong:
+            return
+        names = list(dict.fromkeys(one.name for one in wrong))
+        haul.damaged += [name for name in names if name not in haul.damaged]
+        before = doubt.out
+        doubt.judge(wrong, progress.givers)
+        fresh = doubt.out - before
+        if not fresh:
+            raise DigestMismatch(
+                f"{_listed(names)} arrived with other sums than were published, and nobody is known to have given them",
+                version=progress.identity[2],
+                tensors=names,
+            )
+        for one in found:
+            if one.giver in fresh:
+                haul.refused[one.label] = (
+                    f"DigestMismatch: {_listed(names)} arrived with other sums than were published"
+                )
+                haul.retries += 1
+        progress.forget(doubt.out)
+        progress.landing.header.begin()  # whoever reads along takes another source
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
