@@ -88,7 +88,8 @@ def spare_rows(plan: Plan, address: int) -> tuple[Ints, int]:
     lonely = np.flatnonzero(np.diff(pieces.dest_starts) == 0)
     room = -(-pieces.nbytes[lonely] // 64) * 64
     at = np.cumsum(room) - room
-    compared, total = np.stack([pieces.offset[lonely], address + at, pieces.nbytes[lonely]], axis=1), int(room.sum())
+    compared = np.stack([pieces.offset[lonely], address + at, pieces.nbytes[lonely]], axis=1)
+    total = int(room.sum())
     return np.concatenate([compared, trailer_rows(plan, address + total)]), total + trailer_room(plan)
 
 
@@ -100,7 +101,7 @@ def packing_rows(layout: RankLayout, targets: Targets) -> Ints:
 
 
 def payload_rows(plan: Plan) -> Ints:
-    """The pieces and trailers of a stage as rows that change nothing: composed with them, runs lose the padding between pieces."""
+    """The pieces and trailers of a stage as rows that change nothing: composed with them, runs lose what lies between."""
     pieces = np.stack([plan.pieces.offset, plan.pieces.offset, plan.pieces.nbytes], axis=1)
     return np.concatenate([pieces, trailer_rows(plan, plan.trailer_begin)])
 

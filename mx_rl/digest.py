@@ -81,7 +81,7 @@ def spanned(runs: Ints) -> tuple[Bytes, Ints]:
         return np.zeros(0, np.uint8), runs
     low = int(runs[:, 0].min()) & ~7
     nbytes = int((runs[:, 0] + runs[:, 2]).max()) - low
-    data = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(low), np.uint8)
+    data = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(low))
     return data, runs - np.array([low, 0, 0], dtype=np.int64)
 
 
@@ -106,7 +106,7 @@ class Summing:
     def run(self, data: Bytes) -> Sums:
         """The sum of each group. ``data`` begins at a multiple of 8."""
         kernel = _kernel() if self._fast else None
-        found: list[Sums | None] = [None] * len(self._jobs)
+        found: dict[int, Sums] = {}
 
         def job(index: int) -> None:
             runs, starts, _ = self._jobs[index]
@@ -117,8 +117,8 @@ class Summing:
 
         spread([partial(job, index) for index in range(len(self._jobs))])
         sums = np.zeros(self._count, np.uint64)
-        for (_, _, group), part in zip(self._jobs, found, strict=True):
-            np.add.at(sums, group, part)
+        for index, (_, _, group) in enumerate(self._jobs):
+            np.add.at(sums, group, found[index])
         return sums
 
 

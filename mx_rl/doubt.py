@@ -21,17 +21,21 @@ class Doubt:
     def out(self) -> set[Giver]:
         return self.bad | self.aside
 
-    def judge(self, wrong: Sequence[Wrong], givers: Mapping[int, Giver]) -> None:
-        """A box that came from one giver convicts it. Of those that several gave a part of, one tries alone."""
+    def judge(self, wrong: Sequence[Wrong], givers: Mapping[int, Giver]) -> bool:
+        """A box that came from one giver convicts it. Of those that several gave a part of, one tries alone. False where
+        nobody is known to have given anything."""
         found = [dict.fromkeys(givers[window] for window in one.windows if window in givers) for one in wrong]
         certain = {giver for these in found if len(these) == 1 for giver in these}
         if certain:
             self.bad |= certain
             self.aside.clear()
-            return
+            return True
         suspects = list(dict.fromkeys(giver for these in found for giver in these))
-        self._trying, rest = suspects[0], suspects[1:]
-        self.aside |= set(rest)
+        if not suspects:
+            return False
+        self._trying = suspects[0]
+        self.aside |= set(suspects[1:])
+        return True
 
     def turn(self) -> bool:
         """Whoever tried alone could not: it is the others' turn. False where none is left."""
@@ -55,34 +59,35 @@ def move_proved(
     Raises what ``fetch`` does where no source is left: DigestMismatch if all that were refused gave wrong bytes.
     """
     doubt = Doubt()
+    told: set[Giver] = set()
+    reason = ""
+
+    def tell(givers: set[Giver]) -> None:
+        for one in found:
+            if one.giver in givers - told:
+                haul.refused[one.label] = reason
+                haul.retries += 1
+        told.update(givers)
+
     while True:
         try:
             fetch([one for one in found if one.giver not in doubt.out])
         except (DigestMismatch, PeerLost, VersionGone):
             if not doubt.turn():
                 raise
+            tell(doubt.bad)
             progress.forget(doubt.bad)
             continue
         wrong = check()
         if not wrong:
+            tell(doubt.aside)
             return
         names = list(dict.fromkeys(one.name for one in wrong))
         haul.damaged += [name for name in names if name not in haul.damaged]
-        before = doubt.out
-        doubt.judge(wrong, progress.givers)
-        fresh = doubt.out - before
-        if not fresh:
-            raise DigestMismatch(
-                f"{_listed(names)} arrived with other sums than were published, and nobody is known to have given them",
-                version=progress.identity[2],
-                tensors=names,
-            )
-        for one in found:
-            if one.giver in fresh:
-                haul.refused[one.label] = (
-                    f"DigestMismatch: {_listed(names)} arrived with other sums than were published"
-                )
-                haul.retries += 1
+        reason = f"DigestMismatch: {_listed(names)} arrived with other sums than were published"
+        if not doubt.judge(wrong, progress.givers):
+            raise DigestMismatch(reason, version=progress.identity[2], tensors=names)
+        tell(doubt.bad)
         progress.forget(doubt.out)
         progress.landing.header.begin()  # whoever reads along takes another source
 

@@ -21,7 +21,7 @@ from mx_rl.pieces import Pieces, find_pieces
 from mx_rl.plan import Part, Plan, find_links
 from mx_rl.runs import STAGE, compose
 from mx_rl.table import widen
-from mx_rl.trailer import SUM_BYTES, proof_of
+from mx_rl.trailer import proof_of
 
 _TWICE = np.uint64(0xC2B2AE3D27D4EB4F)
 """Odd: weighs the comparison of parts that several ranks have, so that it does not cancel what the rest adds up to."""
@@ -179,7 +179,7 @@ class Proof:
 
     def _sums(self, place: int | Ints) -> Sums:
         """Of each piece."""
-        if self._aimed is None or self._aimed[0] is not place and not np.array_equal(self._aimed[0], place):
+        if self._aimed is None or not np.array_equal(self._aimed[0], place):
             pieces, these = self._pieces, self._order
             table, tensor = pieces.world.table, pieces.tensor[these]
             shape = widen(table.shape[tensor], pieces.size.shape[1], 1)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from mx_rl.records import AnyRankMessage, Decision, Finished, Hello, Installed, Moved, Ready, Round, Shut, Vote
 
-
 UNBALANCED = "DigestMismatch: the ranks' parts of boxes that are split over them do not add up to what was published"
 
 
