@@ -4,10 +4,9 @@ import pytest
 
 from tests.support.actors import TrainerRank
 from tests.support.modes import KillingRollout, ModuleRollout
-from tests.unit.test_memory_modes import MODES
+from tests.unit.test_memory_modes import DISTINCT
 
 SHAPES = {"a": (1024, 512), "b": (2048, 1024), "c": (7,)}
-DISTINCT = [mode for mode in MODES if mode["stage"] != "host"]  # without a GPU "host" is "device"
 FIRE = [(mode, lane) for mode in DISTINCT for lane in ("shm", "tcp") if lane == "shm" or mode["serve"] == "live"]
 BIG = {"a": (16384, 1024), "b": (999, 64)}
 

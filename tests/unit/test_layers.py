@@ -18,7 +18,8 @@ ROOT = Path(mx_rl.__file__).parent
 # (base.py) lies below what implements it, and below the arena, which hands its regions to transports.
 LAYERS = [
     "__init__ errors",
-    "config columns copies deadline patience kernels kernels.reference kernels.cpu",
+    "config columns copies deadline patience zstd",
+    "kernels kernels.*",
     "records replica holds reports target prefetch",
     "twins",
     "transport.base registry.base",
@@ -29,6 +30,10 @@ LAYERS = [
     "pieces shares trailer",
     "plan",
     "parcels addresses windows movable proof",
+    "lattice blocks",
+    "blob",
+    "packed",
+    "delta",
     "transport transport.place transport.runs transport.wire transport.flow",
     "transport.agent transport.lanes transport.requested",
     "transport.service",

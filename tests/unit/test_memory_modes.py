@@ -22,6 +22,7 @@ MODES = [
     {"stage": "device", "serve": "stage", "swap": True},
     {"stage": "host", "serve": "off", "swap": True},
 ]
+DISTINCT = [mode for mode in MODES if mode["stage"] != "host"]  # without a GPU "host" is "device"
 IDS = ["-".join(str(value) for value in mode.values()) for mode in MODES]
 
 
@@ -101,8 +102,8 @@ def test_every_mode_installs_version_after_version_bit_for_bit_and_serves_its_pe
             assert_same(source, first)
 
 
-@pytest.mark.parametrize("holder", [mode for mode in MODES if mode["serve"] != "off"], ids=str)
-@pytest.mark.parametrize("reader", MODES, ids=IDS)
+@pytest.mark.parametrize("holder", [mode for mode in DISTINCT if mode["serve"] != "off"], ids=str)
+@pytest.mark.parametrize("reader", DISTINCT, ids=str)
 def test_a_reader_of_any_mode_reads_from_a_holder_of_any_mode(registry, holder, reader):
     source, first, second = Net(0), Net(1), Net(2)
     with (
