@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from mx_rl.errors import DigestMismatch, PeerLost, VersionGone
 from mx_rl.fetch import Giver, Haul, Progress, Supplier
+from mx_rl.plan import Plan
 from mx_rl.proof import Wrong
 
 
@@ -48,6 +49,7 @@ class Doubt:
 
 
 def move_proved(
+    plan: Plan,
     found: Sequence[Supplier],
     progress: Progress,
     haul: Haul,
@@ -59,6 +61,7 @@ def move_proved(
     Raises what ``fetch`` does where no source is left: DigestMismatch if all that were refused gave wrong bytes.
     """
     doubt = Doubt()
+    labels = {one.giver: one.label for one in found}
     told: set[Giver] = set()
     reason = ""
 
@@ -69,6 +72,14 @@ def move_proved(
                 haul.retries += 1
         told.update(givers)
 
+    def forget() -> None:
+        for window, giver in progress.forget(doubt.out).items():
+            if window < plan.num_windows and giver in labels:
+                low, high = plan.window_bounds[window]
+                haul.served_by[labels[giver]] -= int(high - low)
+        for label in [label for label, nbytes in haul.served_by.items() if nbytes <= 0]:
+            del haul.served_by[label]
+
     while True:
         try:
             fetch([one for one in found if one.giver not in doubt.out])
@@ -76,7 +87,7 @@ def move_proved(
             if not doubt.turn():
                 raise
             tell(doubt.bad)
-            progress.forget(doubt.bad)
+            forget()
             continue
         wrong = check()
         if not wrong:
@@ -88,7 +99,7 @@ def move_proved(
         if not doubt.judge(wrong, progress.givers):
             raise DigestMismatch(reason, version=progress.identity[2], tensors=names)
         tell(doubt.bad)
-        progress.forget(doubt.out)
+        forget()
         progress.landing.header.begin()  # whoever reads along takes another source
 
 

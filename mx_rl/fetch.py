@@ -94,11 +94,13 @@ class Progress:
     confirmed: set[int] = field(default_factory=set)
     givers: dict[int, Giver] = field(default_factory=dict)
 
-    def forget(self, givers: Container[Giver]) -> None:
-        """What these gave is to be moved again."""
-        for window in [window for window, giver in self.givers.items() if giver in givers]:
+    def forget(self, givers: Container[Giver]) -> dict[int, Giver]:
+        """What these gave, by window: it is to be moved again."""
+        found = {window: giver for window, giver in self.givers.items() if giver in givers}
+        for window in found:
             del self.givers[window]
-            self.confirmed.discard(window)
+        self.confirmed.difference_update(found)
+        return found
 
 
 @dataclass

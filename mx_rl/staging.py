@@ -356,7 +356,7 @@ class Staging:
 
         begun, before = time.monotonic(), len(progress.confirmed)
         try:
-            move_proved(found, progress, haul, fetch, lambda: self._check(cargo, progress.landing, patience))
+            move_proved(plan, found, progress, haul, fetch, lambda: self._check(cargo, progress.landing, patience))
         except MxRLError as exc:
             self._note_failure(exc, time.monotonic() - begun, len(progress.confirmed) - before, len(plan.all_bounds))
             if self._rank:
