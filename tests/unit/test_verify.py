@@ -9,7 +9,9 @@ import torch
 from mx_rl import Publisher, Shard, Subscriber
 from mx_rl.errors import DigestMismatch, Tainted
 from mx_rl.fetch import Fetch
+from mx_rl.layout import RankLayout, WorldLayout
 from mx_rl.registry.memory import MemoryRegistry
+from mx_rl.tensors import resolve
 from mx_rl.trailer import boxes_at
 from mx_rl.transport.base import Windows
 from tests.support.faulty import faulty
@@ -462,9 +464,6 @@ def test_a_rank_that_died_is_made_up_for_by_the_copy_with_its_trailer(registry, 
 
 
 def test_a_world_counts_the_boxes_of_each_rank():
-    from mx_rl.layout import RankLayout, WorldLayout
-    from mx_rl.tensors import resolve
-
     full = torch.zeros(6, 4)
     ranks = [
         {"w": Shard(full[:2], shape=(6, 4), offset=(0, 0)), "n": torch.zeros(3)},
@@ -474,3 +473,18 @@ def test_a_world_counts_the_boxes_of_each_rank():
     world = WorldLayout.merge([RankLayout.of(resolve(one)) for one in ranks])
     assert boxes_at(world).tolist() == [2, 1, 0]
     assert [len(world.boxes_of(rank)) for rank in range(3)] == [2, 1, 0]
+
+
+def test_a_stream_gives_nothing_of_a_version_that_is_damaged(registry):
+    source = weights()
+    with publisher(registry, source) as pub, subscriber(registry, None) as sub:
+        first = ready(pub)
+        assert equal(dict(sub.stream(timeout=10, copy=True)), source)
+        second = ready(pub, source, 1.0)
+        flip(pub, "b")
+        drawn = []
+        with pytest.raises(DigestMismatch):
+            drawn.extend(sub.stream(at_least=second, timeout=10))
+        assert not drawn
+        assert sub.version == first
+        assert sub.ready
