@@ -70,13 +70,27 @@ def compared_rows(plan: Plan, targets: Targets) -> Ints:
     return rows[np.concatenate([[True], rows[1:, 0] != rows[:-1, 0]])] if len(rows) else rows  # compared twice
 
 
+def trailer_rows(plan: Plan, address: int) -> Ints:
+    """One row that puts the trailers at ``address``; none where there are none."""
+    rows = ints([[plan.trailer_begin, address, plan.landing_nbytes - plan.trailer_begin]])
+    return rows[rows[:, 2] > 0]
+
+
+def trailer_room(plan: Plan) -> int:
+    """Bytes that the trailers take."""
+    return int(trailer_rows(plan, 0)[:, 2].sum())
+
+
 def spare_rows(plan: Plan, address: int) -> tuple[Ints, int]:
-    """(rows that put the pieces which are only compared at ``address`` and after it, bytes that they take there)."""
+    """(rows that put the pieces which are only compared, and the trailers, at ``address`` and after it, bytes that they take
+    there)."""
     pieces = plan.pieces
     lonely = np.flatnonzero(np.diff(pieces.dest_starts) == 0)
     room = -(-pieces.nbytes[lonely] // 64) * 64
     at = np.cumsum(room) - room
-    return np.stack([pieces.offset[lonely], address + at, pieces.nbytes[lonely]], axis=1), int(room.sum())
+    compared = np.stack([pieces.offset[lonely], address + at, pieces.nbytes[lonely]], axis=1)
+    total = int(room.sum())
+    return np.concatenate([compared, trailer_rows(plan, address + total)]), total + trailer_room(plan)
 
 
 def packing_rows(layout: RankLayout, targets: Targets) -> Ints:
@@ -87,8 +101,9 @@ def packing_rows(layout: RankLayout, targets: Targets) -> Ints:
 
 
 def payload_rows(plan: Plan) -> Ints:
-    """The pieces of a stage as rows that change nothing: composed with them, runs lose the padding between pieces."""
-    return np.stack([plan.pieces.offset, plan.pieces.offset, plan.pieces.nbytes], axis=1)
+    """The pieces and trailers of a stage as rows that change nothing: composed with them, runs lose what lies between."""
+    pieces = np.stack([plan.pieces.offset, plan.pieces.offset, plan.pieces.nbytes], axis=1)
+    return np.concatenate([pieces, trailer_rows(plan, plan.trailer_begin)])
 
 
 def signature(targets: Targets) -> Signature:

@@ -23,6 +23,7 @@ from mx_rl.transport.base import Region
 HUGE_PAGE = 2 << 20
 ALIGN = 64
 HEADER_BYTES = 64
+PAGE_BYTES = 4096
 COUNT_BITS = 24
 COUNT_MASK = (1 << COUNT_BITS) - 1
 CLOSED = (1 << 64) - 1

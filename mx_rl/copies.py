@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
@@ -81,6 +81,26 @@ def move(moves: Sequence[Move]) -> None:
         _run(shares[0])
     finally:
         _join(others)
+
+
+def spread(jobs: Sequence[Callable[[], None]]) -> None:
+    """Run ``jobs``, which give the interpreter up while they work, on up to ``torch.get_num_threads()`` threads."""
+    threads = min(torch.get_num_threads(), _MAX_THREADS)
+    if min(threads, len(jobs)) <= 1:
+        _run_jobs(jobs)
+        return
+    with _pool_lock:
+        pool = _pool(threads)
+        others = [pool.submit(_run_jobs, jobs[turn::threads]) for turn in range(1, min(threads, len(jobs)))]
+    try:
+        _run_jobs(jobs[::threads])
+    finally:
+        _join(others)
+
+
+def _run_jobs(jobs: Iterable[Callable[[], None]]) -> None:
+    for job in jobs:
+        job()
 
 
 def _join(others: Sequence[Future[None]]) -> None:

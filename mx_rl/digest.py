@@ -12,16 +12,20 @@ cryptographic seal: who wants two contents with one sum can make them.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import itertools
 import logging
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mx_rl.columns import Ints, ints, starts_of
+from mx_rl.columns import Ints, expand, groups, ints, starts_of
+from mx_rl.copies import spread
 from mx_rl.kernels import reference
 from mx_rl.runs import byte_runs, strides_of
 
@@ -32,6 +36,9 @@ Sums = npt.NDArray[np.uint64]
 
 SMALL_BYTES = 8 << 20
 """Up to here numpy is quick enough (some 20 ms), and an import of numba (a second, 100 MB) is not worth it."""
+
+_PART_BYTES = 16 << 20
+"""What one thread sums at a time."""
 
 _lock = threading.Lock()
 _fast: list[Any] = []  # the compiled kernel, or None where numba is not installed; empty until it is needed
@@ -65,6 +72,60 @@ def box_sum(data: Bytes, shape: Sequence[int], lo: Sequence[int], size: Sequence
     )
     runs, starts = box_runs(whole, begin, extent, ints([itemsize]), ints([0]))
     return int(sum_runs(data, runs, starts)[0])
+
+
+def spanned(runs: Ints) -> tuple[Bytes, Ints]:
+    """(memory from the first to the last byte of ``runs``, whose offsets are addresses; the same runs with offsets in it).
+    Whoever sums reads no byte between the runs, which may be nobody's."""
+    if not len(runs):
+        return np.zeros(0, np.uint8), runs
+    low = int(runs[:, 0].min()) & ~7
+    nbytes = int((runs[:, 0] + runs[:, 2]).max()) - low
+    data = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(low))
+    return data, runs - np.array([low, 0, 0], dtype=np.int64)
+
+
+class Summing:
+    """``sum_runs`` prepared: the same runs again and again, on several threads where there are many bytes."""
+
+    def __init__(self, runs: Ints, starts: Ints) -> None:
+        self._count = len(starts) - 1
+        self._fast = int(runs[:, 2].sum()) > SMALL_BYTES
+        row, position = expand(-(-runs[:, 2] // _PART_BYTES))
+        parts = runs[row]  # a copy
+        parts[:, :2] += (position * _PART_BYTES)[:, None]
+        parts[:, 2] = np.minimum(runs[row, 2] - position * _PART_BYTES, _PART_BYTES)
+        group = np.repeat(np.arange(self._count, dtype=np.int64), np.diff(starts))[row]
+        job = np.cumsum(parts[:, 2]) // _PART_BYTES
+        edges = [*np.flatnonzero(groups(job)).tolist(), len(parts)] if len(parts) else [0]
+        self._jobs: list[tuple[Ints, Ints, Ints]] = []
+        for begin, end in itertools.pairwise(edges):
+            first = np.flatnonzero(groups(group[begin:end]))
+            self._jobs.append((parts[begin:end], np.append(first, end - begin), group[begin:end][first]))
+
+    def run(self, data: Bytes) -> Sums:
+        """The sum of each group. ``data`` begins at a multiple of 8."""
+        kernel = _kernel() if self._fast else None
+        found: dict[int, Sums] = {}
+
+        def job(index: int) -> None:
+            runs, starts, _ = self._jobs[index]
+            if kernel is None:
+                found[index] = reference.sum_runs(data, runs, starts)
+            else:
+                found[index] = kernel(data, data[: len(data) // 8 * 8].view(np.uint64), runs, starts)
+
+        spread([partial(job, index) for index in range(len(self._jobs))])
+        sums = np.zeros(self._count, np.uint64)
+        for index, (_, _, group) in enumerate(self._jobs):
+            np.add.at(sums, group, found[index])
+        return sums
+
+
+def warm(nbytes: int) -> None:
+    """Load what sums so many bytes now, rather than in the first version."""
+    if nbytes > SMALL_BYTES:
+        _kernel()
 
 
 def _kernel() -> Any:

@@ -4,30 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
-from mx_rl.addresses import RunTable, Signature, destination_table, extents, signature
+from mx_rl.addresses import (
+    RunTable,
+    Signature,
+    destination_table,
+    extents,
+    signature,
+    trailer_room,
+    trailer_rows,
+)
+from mx_rl.arena import PAGE_BYTES
 from mx_rl.copies import copy_all
 from mx_rl.errors import PeerLost
 from mx_rl.install import Work
 from mx_rl.landing import Landing, keep
 from mx_rl.plan import Plan
+from mx_rl.runs import in_order
 from mx_rl.stage import Stage
 from mx_rl.tensors import Tensors, resolve
 from mx_rl.transport.base import Region
 
 
 class DirectStage(Stage):
-    """``open_landing`` takes the memory to receive into. It is registered at construction, and again where it moved."""
+    """``open_landing`` takes the memory to receive into, and how many bytes of its own it needs for trailers. It is registered
+    at construction, and again where it moved."""
 
     direct = True
 
-    def __init__(self, open_landing: Callable[[Sequence[Region]], Landing], tensors: Tensors) -> None:
+    def __init__(self, open_landing: Callable[[Sequence[Region], int], Landing], tensors: Tensors) -> None:
         self._open = open_landing
         self._tensors = tensors
         self._regions = extents(resolve(tensors))
         self._known: tuple[Plan, Signature, RunTable] | None = None
-        self.landing = open_landing(self._regions)
+        self.landing = open_landing(self._regions, PAGE_BYTES)
 
     def landing_for(self, plan: Plan) -> Landing:
         return self.landing
@@ -40,12 +52,16 @@ class DirectStage(Stage):
         if not self.landing.reopen():
             raise _late()
         regions = extents(targets)
-        if regions != self._regions:
+        room = trailer_room(plan)
+        if regions != self._regions or room > self.landing.nbytes:
             self.landing.close()
-            self.landing, self._regions = self._open(regions), regions
+            self.landing, self._regions = self._open(regions, max(room, self.landing.nbytes)), regions
+            self._known = None
         lies = signature(targets)
         if self._known is None or self._known[:2] != (plan, lies):
-            self._known = (plan, lies, destination_table(plan, targets))
+            table = destination_table(plan, targets)
+            rows = in_order(np.concatenate([table.rows, trailer_rows(plan, self.landing.address)]))
+            self._known = (plan, lies, RunTable(rows, table.copies))
         table = self._known[2]
         self.landing.aim(table.rows)
         return Finish(table.copies)
@@ -64,7 +80,7 @@ class DirectStage(Stage):
             raise _late()
         self.landing.close()
         self._regions, self._known = [], None
-        self.landing = self._open([])
+        self.landing = self._open([], PAGE_BYTES)
 
     def close(self) -> None:
         self.landing.close()

@@ -4,6 +4,7 @@ MxRLError
 |-- retry:     PeerLost -- StaleIncarnation
 |              RegistryLost
 |              ActorFailed
+|              DigestMismatch
 |-- wait:      NotReady
 |              IncompleteVersion
 |              VersionGone
@@ -77,6 +78,11 @@ class RegistryLost(MxRLError, ConnectionError):
 
 class ActorFailed(MxRLError, RuntimeError):
     """A Ray actor died or raised. Fields: ``actor``, ``rank``, ``text`` (the remote traceback)."""
+
+
+class DigestMismatch(MxRLError, RuntimeError):
+    """Bytes that arrived are not those that were published, and no other source has them; the version was not installed.
+    Fields: ``version``, ``tensors`` (names, as far as known)."""
 
 
 class NotReady(MxRLError, TimeoutError):

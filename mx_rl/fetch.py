@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from mx_rl.columns import Ints
-from mx_rl.errors import CorruptRecord, InvalidArgument, MxRLError, PeerLost, VersionGone
+from mx_rl.errors import CorruptRecord, DigestMismatch, InvalidArgument, MxRLError, PeerLost, VersionGone
 from mx_rl.landing import Landing
 from mx_rl.patience import Naps, Patience
 from mx_rl.plan import Part, Plan
@@ -38,6 +39,10 @@ class Supplier:
     def windows(self) -> range:
         return range(self.first, self.last)
 
+    @property
+    def giver(self) -> Giver:
+        return (self.source.agent, self.first)
+
 
 def suppliers(
     plan: Plan, record: VersionRecord, holders: Sequence[Holder], rank: int, kinds: Sequence[str]
@@ -50,7 +55,7 @@ def suppliers(
             f"version {record.number} is told with {len(record.sources)} trainer sources where {ranks} are needed, and "
             f"holders with {[len(holder.sources) for holder in holders]} sources, of which rank {rank} takes one"
         )
-    total = len(plan.window_bounds)
+    total = len(plan.all_bounds)
     found: list[Supplier] = []
     for kind in kinds:
         if kind == "peer":
@@ -58,7 +63,7 @@ def suppliers(
         elif kind == "trainer":
             found += [
                 _trainer(part, record.sources[part.rank], owner.windows.start)
-                for owner in plan.parts
+                for owner in (*plan.parts, *plan.trailers)
                 for part in (owner, *owner.copies)
             ]
     return found
@@ -72,14 +77,28 @@ def _trainer(part: Part, source: Source, group: int) -> Supplier:
     return Supplier(f"trainer:{part.rank}", source, part.windows.start, part.windows.stop, part, ("trainer", group))
 
 
+Giver: TypeAlias = tuple[str, int]
+"""A supplier: its agent, and the first window that it can fill."""
+
+
 @dataclass
 class Progress:
-    """What is confirmed of one version in one landing; survives a stalled attempt, so that the next one goes on."""
+    """What is confirmed of one version in one landing, and who gave it; survives a stalled attempt, so that the next one goes
+    on. A window without a giver is the trailer of a rank that is gone, which others make up for."""
 
     identity: tuple[int, int, int]
     order: str
     landing: Landing
     confirmed: set[int] = field(default_factory=set)
+    givers: dict[int, Giver] = field(default_factory=dict)
+
+    def forget(self, givers: Container[Giver]) -> dict[int, Giver]:
+        """What these gave, by window: it is to be moved again."""
+        found = {window: giver for window, giver in self.givers.items() if giver in givers}
+        for window in found:
+            del self.givers[window]
+        self.confirmed.difference_update(found)
+        return found
 
 
 @dataclass
@@ -91,6 +110,7 @@ class Haul:
     lanes: Counter[str] = field(default_factory=Counter)
     dead: list[str] = field(default_factory=list)
     retries: int = 0
+    damaged: list[str] = field(default_factory=list)  # tensors that arrived with other sums than the publisher made
 
 
 class Fetch:
@@ -133,7 +153,7 @@ class Fetch:
         self._raise_watermark()
         naps = Naps()
         try:
-            self._assign(set(range(len(self._plan.window_bounds))) - self._progress.confirmed)
+            self._assign(set(range(len(self._plan.all_bounds))) - self._progress.confirmed)
             while self._flows:
                 self._patience.check()
                 if self._step():
@@ -179,9 +199,11 @@ class Fetch:
         for index in local:
             window = supplier.first + index
             self._progress.confirmed.add(window)
+            self._progress.givers[window] = supplier.giver
             self._assigned[supplier].discard(window)
-            low, high = self._plan.window_bounds[window]
-            self._haul.served_by[supplier.label] += int(high - low)
+            if window < self._plan.num_windows:  # trailers are not counted
+                low, high = self._plan.window_bounds[window]
+                self._haul.served_by[supplier.label] += int(high - low)
         self._raise_watermark()
         self._patience.moved()
         self._moved(len(self._progress.confirmed))
@@ -199,7 +221,8 @@ class Fetch:
         while wanted:
             first = next((one for one in self._suppliers if not wanted.isdisjoint(one.windows)), None)
             if first is None:
-                raise self._exhausted(wanted)
+                self._do_without(wanted)
+                return
             mine = wanted.intersection(first.windows)
             wanted = wanted.difference(mine)
             copies = [one for one in self._suppliers if one.group == first.group]
@@ -207,6 +230,17 @@ class Fetch:
                 share = {window for window in mine if window % len(copies) == turn}
                 if share:
                     wanted |= self._give(supplier, share)
+
+    def _do_without(self, wanted: set[int]) -> None:
+        """No source is left for these windows: fine where they are trailers that the others make up for."""
+        progress = self._progress
+        trailers = {window: part.rank for part in self._plan.trailers for window in part.windows}
+        lacking = wanted | {window for window in progress.confirmed if window not in progress.givers}
+        ranks = {trailers[window] for window in lacking if window in trailers}
+        if not wanted.issubset(trailers) or not self._plan.proves(ranks):
+            raise self._exhausted(wanted)
+        progress.confirmed.update(wanted)
+        self._raise_watermark()
 
     def _give(self, supplier: Supplier, windows: set[int]) -> set[int]:
         """Returns the windows that come back where the supplier cannot be reached."""
@@ -252,7 +286,7 @@ class Fetch:
             self._assigned.clear()
             self._close_flows()
             self._isolate()
-            lost = set(range(len(self._plan.window_bounds))) - self._progress.confirmed
+            lost = set(range(len(self._plan.all_bounds))) - self._progress.confirmed
         elif isinstance(error, PeerLost):
             self._progress.landing.drop(agent)
         self._assign(lost)
@@ -270,9 +304,13 @@ class Fetch:
         reasons = (
             "; ".join(f"{label}: {reason}" for label, reason in self._haul.refused.items()) or "no source was named"
         )
-        text = f"{len(wanted)} of {len(self._plan.window_bounds)} windows have no source left ({reasons})"
-        gone = any(reason.startswith("VersionGone") for reason in self._haul.refused.values())
-        return VersionGone(text, version=self._progress.identity[2]) if gone else PeerLost(text, peer="")
+        text = f"{len(wanted)} of {len(self._plan.all_bounds)} windows have no source left ({reasons})"
+        kinds = {reason.partition(":")[0] for reason in self._haul.refused.values()}
+        if "VersionGone" in kinds:
+            return VersionGone(text, version=self._progress.identity[2])
+        if kinds == {"DigestMismatch"}:
+            return DigestMismatch(text, version=self._progress.identity[2], tensors=list(self._haul.damaged))
+        return PeerLost(text, peer="")
 
     # ---- late bytes
 
@@ -293,8 +331,9 @@ class Fetch:
         fresh.header.begin()
         if landing.table is not None:
             self._progress.confirmed.clear()  # it lies in an order of its own: all of it is moved again
+            self._progress.givers.clear()
         for window in self._progress.confirmed:
-            low, high = self._plan.window_bounds[window]
+            low, high = self._plan.all_bounds[window]
             fresh.block[low:high].copy_(landing.block[low:high])
         self._progress.landing = fresh
         self._prefix = 0

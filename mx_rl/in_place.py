@@ -8,17 +8,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mx_rl.addresses import encode_table, extents, packing_rows, signature
 from mx_rl.arena import num_windows
+from mx_rl.columns import ints
+from mx_rl.digest import Sums, warm
 from mx_rl.endpoint import Endpoint
-from mx_rl.errors import InvalidArgument
+from mx_rl.errors import Closed, InvalidArgument
 from mx_rl.layout import RankLayout
 from mx_rl.records import PACKING, Source, table_key
 from mx_rl.ring import Slot, Slots
 from mx_rl.tensors import Shard
+from mx_rl.trailer import Trailer
 
 
 class InPlace(Slots):
@@ -30,22 +34,37 @@ class InPlace(Slots):
         self.layout = layout
         self.slots = [Slot(0)]
         rows = packing_rows(layout, tensors)
-        self.served = endpoint.serve(role, 1, 0, extents=extents(tensors))
+        self._trailer = trailer = Trailer(layout)
+        warm(layout.nbytes)
+        self._sums = trailer.sums_by(rows)
+        self.served = endpoint.serve(role, 1, trailer.nbytes, extents=extents(tensors))
+        if trailer.nbytes:
+            place = ints([[trailer.offset, self.served.arena.address(0), trailer.nbytes]])
+            rows = np.concatenate([rows, place])
         self.tables = ((table_key(self.served.name, PACKING), encode_table(rows)),)
         self._endpoint = endpoint
         self._lies = signature(tensors)
-        self._windows = num_windows(layout.nbytes, endpoint.options.window_bytes)
+        self._windows = num_windows(trailer.slot_nbytes, endpoint.options.window_bytes)
+        self._sealed: tuple[int, Sums, bytes] | None = None
 
     def fits(self, layout: RankLayout, tensors: Mapping[str, tuple[Shard, ...]]) -> bool:
         return layout.hash == self.layout.hash and signature(tensors) == self._lies
 
     def snapshot(self, slot: Slot, tensors: Mapping[str, tuple[Shard, ...]]) -> Source:
-        """Nothing is copied: what lies there now is the version, under a generation of its own."""
+        """Nothing is copied: what lies there now is the version, under a generation of its own. It is summed at once, since
+        it may change as soon as this returns."""
         header = self.served.arena.headers[0]
         slot.key = None
         slot.generation = header.begin()
+        sums = self._sums()
+        self._sealed = (slot.generation, sums, self._trailer.write(sums, self.served.arena.blocks[0], 0))
         header.confirm(self._windows)
         return self.source(slot)
+
+    def seal(self, slot: Slot, generation: int) -> tuple[Sums, bytes]:
+        if self._sealed is None or self._sealed[0] != generation:
+            raise Closed("these tensors were published again before their commit")
+        return self._sealed[1:]
 
     def shut_out(self) -> None:
         """No read that ends after this counts."""

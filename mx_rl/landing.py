@@ -5,11 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from mx_rl.arena import Arena
 from mx_rl.columns import Ints
 from mx_rl.endpoint import Endpoint, Served, unique_name
+from mx_rl.plan import Plan
 from mx_rl.records import EndpointRecord
 from mx_rl.transport.base import Link, Receiver, Region, Route, Windows
 
@@ -22,7 +24,7 @@ def keep(memory: object) -> None:
 
 
 class Landing:
-    """A stage of ``nbytes`` host memory, or (``extents``) memory of others that is filled in place. Links and routes are
+    """A stage of ``nbytes`` host memory, and (``extents``) memory of others that is filled in place. Links and routes are
     kept between versions; a fence drops them all.
 
     ``scattered``: what lies where in the stage is told by run tables, of which ``aim`` takes the one to fill it by.
@@ -68,13 +70,29 @@ class Landing:
         return self._arena.total_bytes
 
     def _open_receiver(self) -> Receiver:
-        regions = self._arena.regions() if self._extents is None else self._extents
+        own = self._arena.regions() if self.nbytes or self._extents is None else []
+        regions = [*own, *(self._extents or ())]
         return self._endpoint.transport.receive(unique_name(f"{self._role}-recv"), regions)
+
+    @property
+    def on_host(self) -> bool:
+        """All of it is host memory."""
+        return all(region.device == "cpu" for region in self._extents or ())
 
     @property
     def place(self) -> int | Ints:
         """Where the bytes of a plan's stage go: the address of its offset 0, or a run table."""
         return self.address if self.table is None else self.table
+
+    def trailers(self, plan: Plan) -> torch.Tensor | None:
+        """Those of the version that lies here, uint8, or None where the plan has none."""
+        if not plan.trailers:
+            return None
+        at, nbytes = plan.trailer_begin, plan.landing_nbytes - plan.trailer_begin
+        if self.table is not None:
+            row = self.table[np.searchsorted(self.table[:, 0], at, side="right") - 1]
+            at = int(row[1] + at - row[0]) - self.address
+        return self.block[at : at + nbytes]
 
     def aim(self, table: Ints) -> None:
         """Fill by this run table from now on."""

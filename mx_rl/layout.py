@@ -274,9 +274,32 @@ class WorldLayout:
         """Some box is held by several ranks."""
         return any(len(ranks) > 1 for ranks in self.copy_sets)
 
+    def box_at(self, tensor: Ints, row: Ints) -> Ints:
+        """Numbers of boxes (entries of ``boxes`` and ``offsets``): by tensor and row of its pattern."""
+        found: Ints = self.box_starts[tensor] + row - self.patterns.starts[self.pattern_of[tensor]]
+        return found
+
+    def row_of(self, tensor: Ints, box: Ints) -> Ints:
+        """The rows of their patterns of boxes given by number."""
+        found: Ints = box - self.box_starts[tensor] + self.patterns.starts[self.pattern_of[tensor]]
+        return found
+
+    def box_elements(self, box: Ints) -> Ints:
+        """How many elements boxes have, by number."""
+        tensor = np.searchsorted(self.box_starts, box, side="right") - 1
+        found: Ints = self.patterns.size[self.row_of(tensor, box)].prod(axis=1)
+        return found
+
+    def boxes_of(self, rank: int) -> Ints:
+        """Numbers of the boxes that one rank holds."""
+        rows = np.flatnonzero(self.patterns.rank == rank)
+        starts = np.searchsorted(rows, self.patterns.starts).astype(np.int64)
+        tensor, position = expand(np.diff(starts)[self.pattern_of])
+        return self.box_at(tensor, rows[starts[self.pattern_of[tensor]] + position])
+
     def offset_at(self, tensor: Ints, row: Ints) -> Ints:
         """Where boxes lie in their rank's arena: by tensor and row of its pattern."""
-        found: Ints = self.offsets[self.box_starts[tensor] + row - self.patterns.starts[self.pattern_of[tensor]]]
+        found: Ints = self.offsets[self.box_at(tensor, row)]
         return found
 
     @cached_property

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
-from mx_rl.addresses import Signature, Targets, compared_rows, destination_table, encode_table, extents, signature
+from mx_rl.addresses import (
+    Signature,
+    Targets,
+    compared_rows,
+    destination_table,
+    encode_table,
+    extents,
+    signature,
+    trailer_room,
+    trailer_rows,
+)
+from mx_rl.arena import PAGE_BYTES
 from mx_rl.endpoint import Member, Served
 from mx_rl.plan import Plan
 from mx_rl.records import Source, encode, table_key
@@ -27,6 +39,7 @@ class Live:
         self._lies: Signature = signature(targets)
         self._past: list[str] = []  # blobs of former agents and plans
         self._whole = False
+        self._room = PAGE_BYTES  # for trailers; it costs nothing
         self.served: Served | None = self._register(targets)
 
     @property
@@ -38,18 +51,21 @@ class Live:
 
     @property
     def total_bytes(self) -> int:
-        """Of the header and its padding; the tensors are not ours."""
+        """Of the header, the trailers and padding; the tensors are not ours."""
         return self.served.arena.total_bytes if self.served is not None else 0
 
     def follow(self, plan: Plan, targets: Targets) -> None:
         """Make ready to serve this plan's versions from where the tensors lie now. Asks the registry only where something
         changed. Raises InvalidArgument for memory in too many pieces, RegistryLost."""
         lies = signature(targets)
-        if self.served is None or lies != self._lies:
+        room = trailer_room(plan)
+        if self.served is None or lies != self._lies or room > self._room:
             self.close()
+            self._room = max(self._room, room)
             self.served, self._lies = self._register(targets), lies
         if self._plan is not plan or self._table is None:
-            rows = np.concatenate([destination_table(plan, targets).rows, compared_rows(plan, targets)])
+            trailers = trailer_rows(plan, self.served.arena.address(0))
+            rows = np.concatenate([destination_table(plan, targets).rows, compared_rows(plan, targets), trailers])
             key = table_key(self.served.name, plan.world_hash)
             if self._table is not None and self._table[0] != key:
                 self._past.append(self._table[0])
@@ -70,11 +86,14 @@ class Live:
         if self.served is not None:
             self.served.arena.headers[0].begin()
 
-    def open(self, plan: Plan, targets: Targets) -> None:
-        """The tensors hold a version of ``plan`` whole. Nothing is served where they are not the ones made ready."""
+    def open(self, plan: Plan, targets: Targets, trailers: torch.Tensor | None = None) -> None:
+        """The tensors hold a version of ``plan`` whole, with these ``trailers`` (uint8; None: as before). Nothing is served
+        where they are not the ones made ready."""
         if self.served is None or self._plan is not plan or signature(targets) != self._lies:
             return
-        self.served.arena.headers[0].confirm(plan.num_windows)
+        if trailers is not None:
+            self.served.arena.blocks[0][: len(trailers)].copy_(trailers)
+        self.served.arena.headers[0].confirm(len(plan.all_bounds))
         self._whole = True
 
     def reopen(self, targets: Targets) -> Source | None:
@@ -96,4 +115,4 @@ class Live:
             self._member.endpoint.unserve(served)
 
     def _register(self, targets: Targets) -> Served:
-        return self._member.endpoint.serve(f"{self._role}-live", 1, 0, extents=extents(targets))
+        return self._member.endpoint.serve(f"{self._role}-live", 1, self._room, extents=extents(targets))

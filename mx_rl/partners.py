@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 import torch
 
 from mx_rl.columns import Ints
-from mx_rl.digest import Sums, box_runs, box_sum, sum_runs
+from mx_rl.digest import Sums, box_sum
 from mx_rl.endpoint import Member
 from mx_rl.errors import MxRLError, RegistryLost
 from mx_rl.kernels.reference import weights
@@ -41,12 +41,12 @@ class Known:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Snapshot:
-    """What was snapshotted: ``layout`` lies in ``block``; ``known`` where that is a share of ``holds``. ``checked``: by
-    number, the sums of boxes of which this rank keeps no copy."""
+    """What was snapshotted: ``layout``; ``known`` where that is a share of ``holds``. ``seal`` makes the sums of its boxes, by
+    row, and their proof. ``checked``: by number, the sums of boxes of which this rank keeps no copy."""
 
     holds: RankLayout
     layout: RankLayout
-    block: torch.Tensor
+    seal: Callable[[], tuple[Sums, bytes]]
     known: Known | None
     checked: dict[int, int]
 
@@ -78,7 +78,6 @@ class Partners:
     known: Known | None = None
     _told: tuple[int, Outcome] | None = None
     _newest: tuple[int, int] = (0, 0)
-    _tables: dict[str, tuple[Ints, Ints]] = field(default_factory=dict)
 
     def share_of(self, holds: RankLayout, epoch: int) -> tuple[RankLayout, Known | None]:
         """What to snapshot, and from which knowledge; everything where the present world is not known."""
@@ -102,13 +101,15 @@ class Partners:
             self._told = (key[0], outcome)
 
     def prove(self, commit: Commit, snapshot: Snapshot) -> Commit:
-        """The commit with the sums of what other ranks have snapshotted too."""
+        """The commit with the proof of its trailer and the sums of what other ranks have snapshotted too."""
+        made, proof = snapshot.seal()
+        commit = msgspec.structs.replace(commit, proof=proof)
         if self._told is not None:
             self._study(snapshot.holds)
         known = snapshot.known or self.known
         if known is None or known.epoch != commit.epoch or known.holds != snapshot.holds.hash:
             return commit
-        return msgspec.structs.replace(commit, basis=known.basis, sums=self._sums(known, snapshot, commit.k))
+        return msgspec.structs.replace(commit, basis=known.basis, sums=self._sums(known, snapshot, made, commit.k))
 
     def check(self, known: Known | None, k: int, tensors: Mapping[str, Sequence[Shard]]) -> dict[int, int]:
         """By number, the sums of the live boxes that this rank keeps no copy of and is drawn to compare in the k-th
@@ -150,36 +151,20 @@ class Partners:
                 "policy %s: everything is snapshotted, the world's layout is not known: %s", self.member.policy, exc
             )
             return
-        self._tables.clear()
         self.known = Known(epoch=epoch, basis=outcome.basis, holds=holds.hash, share=share, shares=shares)
 
-    def _sums(self, known: Known, snapshot: Snapshot, k: int) -> dict[int, bytes]:
+    def _sums(self, known: Known, snapshot: Snapshot, made: Sums, k: int) -> dict[int, bytes]:
         """By rank, the sums of the boxes that it and this one compare."""
         shares, partners = known.shares, known.share.partners
         without, holding = shares.checks(self.rank, k)
         own = np.concatenate([np.zeros(0, np.int64), *partners.values()])
-        sums = dict(zip(own.tolist(), self._snapshotted(known, snapshot, own).tolist(), strict=True)) | snapshot.checked
+        sums = dict(zip(own.tolist(), made[known.share.rows[own]].tolist(), strict=True)) | snapshot.checked
         found: dict[int, bytes] = {}
         for other in sorted({*partners, *without, *holding}):
             boxes = shares.between(min(self.rank, other), max(self.rank, other), k).tolist()
             if all(box in sums for box in boxes):  # else this rank was drawn before it knew
                 found[other] = pack(np.array([sums[box] for box in boxes], np.uint64))
         return found
-
-    def _snapshotted(self, known: Known, snapshot: Snapshot, boxes: Ints) -> Sums:
-        """The runs of a layout are made once."""
-        if not len(boxes):
-            return np.zeros(0, np.uint64)
-        key = known.basis + snapshot.layout.hash
-        if key not in self._tables:
-            self._tables = {key: _runs(snapshot.layout, known.share.rows[boxes])}
-        return sum_runs(snapshot.block.numpy(), *self._tables[key])
-
-
-def _runs(layout: RankLayout, rows: Ints) -> tuple[Ints, Ints]:
-    table = layout.table
-    boxes, tensor = layout.boxes, layout.boxes.tensor[rows]
-    return box_runs(table.shape[tensor], boxes.lo[rows], boxes.size[rows], table.itemsize[tensor], boxes.offset[rows])
 
 
 def _cells(count: int) -> tuple[Ints, Ints, int, int]:

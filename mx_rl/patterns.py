@@ -96,11 +96,11 @@ class Patterns:
     def problems(self) -> tuple[dict[int, str], dict[int, str]]:
         """By pattern: an overlap, or elements that no box covers, in words."""
         rows = self.owned
-        overlaps = {
+        found = {
             pattern: " and ".join(
                 f"{_box(self.lo[rows[i]], self.size[rows[i]])} on rank {self.rank[rows[i]]}" for i in pair
             )
-            for pattern, pair in _overlaps(self.of_row[rows], self.lo[rows], self.lo[rows] + self.size[rows]).items()
+            for pattern, pair in overlaps(self.of_row[rows], self.lo[rows], self.lo[rows] + self.size[rows]).items()
         }
         sums = starts_of(self.size[rows].prod(axis=1))
         covered = sums[self.owned_starts[1:]] - sums[self.owned_starts[:-1]]
@@ -108,9 +108,9 @@ class Patterns:
         holes = {
             int(pattern): f"{covered[pattern]} of {whole[pattern]} elements are held"
             for pattern in np.flatnonzero(covered != whole)
-            if int(pattern) not in overlaps
+            if int(pattern) not in found
         }
-        return overlaps, holes
+        return found, holes
 
 
 def find_patterns(table: Table, counts: Ints, rank: Ints, lo: Ints, size: Ints) -> tuple[Ints, Patterns]:
@@ -133,7 +133,7 @@ def find_patterns(table: Table, counts: Ints, rank: Ints, lo: Ints, size: Ints) 
     )
 
 
-def _overlaps(pattern: Ints, lo: Ints, hi: Ints) -> dict[int, tuple[int, int]]:
+def overlaps(pattern: Ints, lo: Ints, hi: Ints) -> dict[int, tuple[int, int]]:
     """By pattern, two rows whose boxes overlap. A sweep along the dimension in which the fewest boxes meet."""
     orders, meets = [], []
     for d in range(lo.shape[1]):

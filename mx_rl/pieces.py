@@ -63,7 +63,9 @@ class Pieces(Sequence[Piece]):
     tensor: Ints  # [n] row in world.table
     offset: Ints
     nbytes: Ints
+    lo: Ints  # [n, D], in the global tensor
     size: Ints  # [n, D]
+    box: Ints  # number of the source box: its owner's entry in ``world.boxes``
     dest_starts: Ints  # [n + 1]
     dest_tensor: Ints  # row in target.table
     dest_box: Ints
@@ -158,7 +160,9 @@ def find_pieces(world: WorldLayout, target: RankLayout, links: Links) -> Cutting
         tensor=tensor[chosen],
         offset=starts_of(align(nbytes))[:-1],
         nbytes=nbytes,
+        lo=meets.lo[meet[chosen]],
         size=meets.size[meet[chosen]],
+        box=world.box_at(tensor[chosen], meets.row[meet[chosen]]),
         dest_starts=starts_of(np.bincount(piece[wanted], minlength=len(chosen))),
         dest_tensor=links.tensor[link[entry[wanted]]],
         dest_box=box[entry[wanted]],

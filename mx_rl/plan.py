@@ -8,7 +8,7 @@ arena offset. A part is what one such set holds, so that whichever of its ranks 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,6 +21,7 @@ from mx_rl.pieces import AliasCheck, Cuttings, Destination, Links, Piece, Pieces
 from mx_rl.runs import byte_runs, cut
 from mx_rl.table import ALIGN, DTYPE_NAMES, widen
 from mx_rl.tensors import matches, patterns
+from mx_rl.trailer import SUM_BYTES, boxes_at, trailer_offset
 
 __all__ = ["AliasCheck", "Destination", "Part", "Piece", "Pieces", "Plan", "make_plan"]
 
@@ -61,6 +62,43 @@ class Plan:
     @property
     def num_windows(self) -> int:
         return len(self.window_bounds)
+
+    @cached_property
+    def trailers(self) -> tuple[Part, ...]:
+        """What comes behind the pieces: the trailers of all ranks that a piece may be read from, by rank. Not all are needed:
+        see ``proves``."""
+        ranks = sorted({source.rank for part in self.parts for source in (part, *part.copies)})
+        if not ranks:
+            return ()
+        counts = boxes_at(self.pieces.world)
+        begin, window, found = trailer_offset(self.stage_nbytes), self.num_windows, []
+        for rank in ranks:
+            source = trailer_offset(self.pieces.world.rank_nbytes(rank))
+            runs, starts, needs, _ = cut(ints([[begin, source, SUM_BYTES * counts[rank]]]), self.window_bytes)
+            windows = range(window, window + len(needs))
+            found.append(Part(rank=rank, windows=windows, runs=runs, starts=starts, needs=needs))
+            begin, window = trailer_offset(begin + SUM_BYTES * int(counts[rank])), windows.stop
+        return tuple(found)
+
+    def proves(self, without: Collection[int]) -> bool:
+        """The trailers tell the sum of every box, also without those of these ranks: of a box that several hold one will
+        do."""
+        return all(any(one.rank not in without for one in (part, *part.copies)) for part in self.parts)
+
+    @cached_property
+    def all_bounds(self) -> Ints:
+        """``window_bounds``, and those of the trailers."""
+        rows = [(int(run[0]), int(run[0] + run[2])) for part in self.trailers for run in part.runs]
+        return np.concatenate([self.window_bounds, ints(rows).reshape(-1, 2)])
+
+    @property
+    def landing_nbytes(self) -> int:
+        """Of the stage and the trailers behind it."""
+        return int(self.all_bounds[-1, 1]) if len(self.all_bounds) else 0
+
+    @cached_property
+    def trailer_begin(self) -> int:
+        return int(self.trailers[0].runs[0, 0]) if self.trailers else self.stage_nbytes
 
     @cached_property
     def num_runs(self) -> int:
@@ -168,7 +206,7 @@ def _link(
         if same in seen:  # the ranks of a replica most often differ in their boxes only
             continue
         seen.add(same)
-        links, missing = _lookup(world, layout)
+        links, missing = find_links(world, layout)
         problems["missing"].update((name, name) for name in missing if not matches(name, allow_missing))
         taken[links.world] = True
         _compare(world, layout, links, problems)
@@ -190,7 +228,7 @@ def _link(
     return found
 
 
-def _lookup(world: WorldLayout, layout: RankLayout) -> tuple[Links, list[str]]:
+def find_links(world: WorldLayout, layout: RankLayout) -> tuple[Links, list[str]]:
     """(the links of one rank, names that have none). Storage with several names is filled by the first that is known."""
     index = world.table.index
     others: dict[str, list[str]] = {}

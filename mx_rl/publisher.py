@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -178,16 +179,18 @@ class Publisher:
                     if self._mutations is not None:
                         self._mutations.published(tensors)
                     checked = self._commits.partners.check(known, self._k, tensors)
+                # What lies in live tensors when the commit is made may be the next version.
+                proof = b"" if self._slots else ring.seal(slot, source.generation)[1]
             except BaseException as exc:
                 self._commits.submit(self._commit(epoch, error=f"{type(exc).__name__}: {exc}"), epoch.base + self._k)
                 raise
             copied = time.monotonic()
             number = epoch.base + self._k
-            commit = self._commit(epoch, step=step, ring=ring, holds=holds, source=source, metadata=extra)
+            commit = self._commit(epoch, step=step, ring=ring, holds=holds, source=source, metadata=extra, proof=proof)
             shot = None
-            if self._slots:  # what lies in live tensors when the commit is made may be the next version
-                block = ring.served.arena.blocks[slot.index]
-                shot = Snapshot(holds=holds, layout=layout, block=block, known=known, checked=checked)
+            if self._slots:
+                seal = partial(ring.seal, slot, source.generation)
+                shot = Snapshot(holds=holds, layout=layout, seal=seal, known=known, checked=checked)
             self._commits.submit(commit, number, shot)
             return Version(
                 number=number,
@@ -370,6 +373,7 @@ class Publisher:
         holds: RankLayout | None = None,
         source: Source | None = None,
         metadata: bytes | None = None,
+        proof: bytes = b"",
         error: str | None = None,
     ) -> Commit:
         return Commit(
@@ -386,6 +390,7 @@ class Publisher:
             window_bytes=self.options.window_bytes,
             wire_bytes=ring.layout.nbytes if ring else 0,
             metadata=metadata if self.seat.rank == 0 else None,
+            proof=proof,
             error=error[:4096] if error else None,
         )
 

@@ -30,7 +30,7 @@ from mx_rl.records import (
     decode,
     encode,
 )
-from mx_rl.replica import Follower, Leader
+from mx_rl.replica import UNBALANCED, Follower, Leader
 from mx_rl.transport.base import Link
 
 log = logging.getLogger("mx_rl")
@@ -265,6 +265,8 @@ class Ranks:
         if silent and not reasons:
             cause = "lost" if self._lost.intersection(silent) else "silent until the deadline"
             reasons.append(f"no {what} from rank(s) {_list(silent)}: {cause}")
+        if not reasons and self.leader.unbalanced:
+            reasons.append(UNBALANCED)
         decision = self.leader.decide(self.leader.voted, "; ".join(reasons))
         for rank in range(1, self.ranks):
             self._send(rank, decision)

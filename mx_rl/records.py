@@ -28,6 +28,10 @@ Extent: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 """An address, a length or an index: two of them add up within the int64 columns that they end in."""
 
 
+Balance: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+"""Of sums: modulo 2^64."""
+
+
 class _Base(msgspec.Struct, frozen=True, omit_defaults=True):
     pass
 
@@ -108,6 +112,7 @@ class VersionRecord(_Base, kw_only=True):
     metadata: bytes = b"{}"  # JSON, at most 64 KiB
     # Every box lies at the ranks of one of these sets: whole while one of each lives. () where each rank is needed.
     copies: tuple[tuple[int, ...], ...] = ()
+    proofs: tuple[bytes, ...] = ()  # by trainer rank: the hash of its trailer (``trailer.py``)
     format: int = FORMAT
 
     @property
@@ -181,6 +186,7 @@ class Commit(Command, kw_only=True):
     error: str | None = None
     holds: str = ""  # hash of the layout of all that it holds, where ``layout`` is a share of it; "" where it is all
     basis: str = ""  # Outcome.basis that it knows its share and partners from; "" where it knows none
+    proof: bytes = b""  # of the slot's trailer, as in VersionRecord
     sums: dict[int, bytes] = {}  # by partner rank: of the boxes that both have snapshotted (``partners.py``)
 
 
@@ -469,6 +475,9 @@ class Vote(RankMessage, kw_only=True):
     agree: bool
     reason: str = ""
     stage: Stage | None = None  # where this rank serves it
+    balance: Balance | None = (
+        None  # what this rank's parts of split boxes add to a total of 0; None: not told, or later
+    )
 
 
 class Decision(RankMessage, kw_only=True):
@@ -482,6 +491,7 @@ class Installed(RankMessage, kw_only=True):
     agree: bool
     reason: str = ""
     source: Source | None = None  # the stage that holds the version now, where this rank serves it
+    balance: Balance | None = None  # as in Vote, where the bytes came after it
 
 
 class Finished(RankMessage, kw_only=True):

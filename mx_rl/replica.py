@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from mx_rl.records import AnyRankMessage, Decision, Finished, Hello, Installed, Moved, Ready, Round, Shut, Vote
 
+UNBALANCED = "DigestMismatch: the ranks' parts of boxes that are split over them do not add up to what was published"
+
 
 @dataclass
 class Leader:
@@ -103,10 +105,20 @@ class Leader:
         """Nothing more to wait for: all agree, or one does not."""
         return not self.missing_votes or bool(self.refusals)
 
+    @property
+    def unbalanced(self) -> bool:
+        """All have summed their parts of split boxes, before the vote or after the move, and the total is not 0."""
+        for told in (self.votes, self.installs):
+            found = [message.balance for message in told.values()]
+            balances = [balance for balance in found if balance is not None]
+            if len(balances) == self.ranks and sum(balances) % (1 << 64):
+                return True
+        return False
+
     def decide(self, commit: bool, reason: str = "") -> Decision:
         """Once a round; a second call returns the first decision. Only a full house can commit."""
         if self.decision is None:
-            commit = commit and not self.missing_votes and not self.refusals
+            commit = commit and not self.missing_votes and not self.refusals and not self.unbalanced
             found = tuple(self.votes[rank].stage for rank in range(self.ranks)) if commit else ()
             stages = found if None in found else ()  # where each has its own, nobody borrows
             self.decision = Decision(round=self.round, commit=commit, reason=reason, stages=stages)
@@ -124,7 +136,8 @@ class Leader:
         if self.finished is None:
             lost = {rank: "did not answer after the decision" for rank in self.missing_installs} | self.broken
             text = "; ".join(f"rank {rank}: {reason}" for rank, reason in lost.items())
-            self.finished = Finished(round=self.round, agree=not lost, reason=text)
+            text = text or (UNBALANCED if self.unbalanced else "")
+            self.finished = Finished(round=self.round, agree=not text, reason=text)
         return self.finished
 
 

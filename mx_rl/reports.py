@@ -52,7 +52,8 @@ class Receipt:
 class SyncReport:
     """What a sync did. ``kind``: "full", or "none" where nothing newer was there. Bytes are this rank's; ``seconds`` by
     stage, ``pause`` (the time in which holds were shut) apart. ``served_by`` maps a source to its bytes, ``source`` is
-    what served most, ``refused`` maps a source to why it was not used."""
+    what served most, ``refused`` maps a source to why it was not used. ``unproved``: the first 100 tensors of which the
+    replica takes a box in part only, so that its bytes could not be verified."""
 
     version: int
     previous: int | None
@@ -66,6 +67,7 @@ class SyncReport:
     lane: str = ""
     retries: int = 0
     refused: Mapping[str, str] = field(default_factory=dict)
+    unproved: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return flat(self)

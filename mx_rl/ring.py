@@ -10,10 +10,13 @@ import torch
 
 from mx_rl.arena import num_windows
 from mx_rl.copies import copy_all
+from mx_rl.digest import Sums, warm
 from mx_rl.endpoint import Endpoint, Served
+from mx_rl.errors import Closed
 from mx_rl.layout import RankLayout
 from mx_rl.records import Source
 from mx_rl.tensors import Shard
+from mx_rl.trailer import Trailer
 
 _BATCH_BYTES = 128 << 20
 
@@ -43,7 +46,12 @@ class Slots(ABC):
 
     @abstractmethod
     def snapshot(self, slot: Slot, tensors: Mapping[str, tuple[Shard, ...]]) -> Source:
-        """Make the tensors of now the slot's version; on return the whole of it may be read."""
+        """Make the tensors of now the slot's version; on return its boxes may be read, but for those in its last window."""
+
+    @abstractmethod
+    def seal(self, slot: Slot, generation: int) -> tuple[Sums, bytes]:
+        """Write the trailer of what lies in the slot, and let it be read with the last window: (the sums by row of the
+        layout, their proof). Raises Closed where the slot holds something else by now."""
 
     def source(self, slot: Slot) -> Source:
         return Source(agent=self.served.name, region=slot.index, generation=slot.generation)
@@ -57,7 +65,9 @@ class Ring(Slots):
 
     def __init__(self, endpoint: Endpoint, role: str, layout: RankLayout, count: int) -> None:
         self.layout = layout
-        self.served = endpoint.serve(role, count, layout.nbytes)
+        self.trailer = Trailer(layout)
+        warm(layout.nbytes)
+        self.served = endpoint.serve(role, count, self.trailer.slot_nbytes)
         self.slots = [Slot(index) for index in range(count)]
         self.window_bytes = endpoint.options.window_bytes
         self._endpoint = endpoint
@@ -88,8 +98,17 @@ class Ring(Slots):
                 batch, begun = [], box.offset
             batch.append((view, tensors[box.name][box.box].tensor))
         copy_all(batch)
-        header.confirm(num_windows(self.layout.nbytes, self.window_bytes))
+        header.confirm(self.trailer.offset // self.window_bytes)
         return self.source(slot)
+
+    def seal(self, slot: Slot, generation: int) -> tuple[Sums, bytes]:
+        header, block = self.served.arena.headers[slot.index], self.served.arena.blocks[slot.index]
+        sums = self.trailer.sums(block.numpy())
+        if header.generation != generation:
+            raise Closed("this slot was closed, or taken for another version, before its commit")
+        proof = self.trailer.write(sums, block, self.trailer.offset)
+        header.confirm(num_windows(self.trailer.slot_nbytes, self.window_bytes))
+        return sums, proof
 
     def begin(self, slot: Slot) -> Filling:
         """As ``snapshot``, box by box as they come."""
@@ -123,7 +142,7 @@ class Filling:
             self._header.confirm(self._ends[self._prefix - 1] // self._ring.window_bytes)
 
     def finish(self) -> Source:
-        """Every box was put: the slot is whole."""
+        """Every box was put: the slot is whole but for its trailer."""
         assert all(self._done), "finish() before every box was put"
-        self._header.confirm(num_windows(self._ring.layout.nbytes, self._ring.window_bytes))
+        self._header.confirm(self._ring.trailer.offset // self._ring.window_bytes)
         return self._ring.source(self._slot)

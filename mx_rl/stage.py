@@ -18,8 +18,8 @@ SLACK_BYTES = 1 << 16
 
 
 def roomy(packed: int) -> int:
-    """Bytes of a stage for a rank that packs to ``packed``: with slack for the padding of pieces that other cuts make. A
-    plan that needs more gets another landing."""
+    """Bytes of a stage for a rank that packs to ``packed``: with slack for trailers, and for the padding of pieces that other
+    cuts make. A plan that needs more gets another landing."""
     return packed + packed // SLACK_SHARE + SLACK_BYTES
 
 
@@ -100,8 +100,8 @@ class PlanStage(Stage):
 
     def landing_for(self, plan: Plan) -> Landing:
         self._quarantine.sweep()
-        if plan.stage_nbytes > self.landing.nbytes:
-            old, self.landing = self.landing, self._open(plan.stage_nbytes)
+        if plan.landing_nbytes > self.landing.nbytes:
+            old, self.landing = self.landing, self._open(plan.landing_nbytes)
             old.close()
         return self.landing
 

@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mx_rl.addresses import encode_table, memory_of, packing_rows
+from mx_rl.digest import warm
 from mx_rl.direct import DirectStage
+from mx_rl.doubt import move_proved
 from mx_rl.endpoint import Member, Served, seat_key
-from mx_rl.errors import InvalidArgument, MxRLError, RegistryLost, VersionGone
-from mx_rl.fetch import Fetch, Haul, Progress, suppliers
+from mx_rl.errors import DigestMismatch, InvalidArgument, MxRLError, RegistryLost, VersionGone
+from mx_rl.fetch import Fetch, Haul, Progress, Supplier, suppliers
 from mx_rl.install import Work
 from mx_rl.landing import Landing
 from mx_rl.layout import RankLayout, WorldLayout
@@ -22,6 +24,7 @@ from mx_rl.live import Live
 from mx_rl.parcels import everything
 from mx_rl.patience import Patience
 from mx_rl.plan import Plan, make_plan
+from mx_rl.proof import Proof, Wrong
 from mx_rl.records import Dead, ReplicaSeats, Round, Source, VersionRecord, encode, table_key
 from mx_rl.reports import MemoryReport
 from mx_rl.stage import PlanStage, Stage
@@ -40,9 +43,18 @@ class Cargo:
     landing: Landing
     haul: Haul
     layout: str  # hash of the rank layout that it was planned for
+    proof: Proof | None = None  # None: not to be verified
+    balance: int | None = None  # see ``proof.py``
     seconds: dict[str, float] = field(default_factory=dict)
 
     live: Live | None = None  # peers read the live tensors, once it is installed
+
+    @property
+    def unproved(self) -> tuple[str, ...]:
+        """The first of the tensors that could not be verified."""
+        if self.proof is None:
+            return ()
+        return (self.proof.unproved if self.landing.on_host else tuple(self.plan.pieces.world.names))[:100]
 
     @property
     def source(self) -> Source | None:
@@ -95,6 +107,7 @@ class Staging:
         swap: bool,
         strict: bool,
         allow_missing: Sequence[str],
+        verify: bool = True,
     ) -> None:
         self.only_streams = only_declared(tensors)
         if self.only_streams and (stage == "none" or swap or serve == "live"):
@@ -115,9 +128,12 @@ class Staging:
         self._tensors = tensors
         self._serve = serve
         self._strict = strict
+        self._verify = verify
+        if verify and self.layout is not None:
+            warm(self.layout.nbytes)
         self._allow_missing = patterns("allow_missing", allow_missing)  # one string is one pattern
         self._progress: Progress | None = None
-        self._plans: dict[tuple[str, ...], Plan] = {}
+        self._plans: dict[tuple[str, ...], tuple[Plan, Proof | None]] = {}
         self._world: tuple[str, bytes] | None = None  # the world layout that was planned from last
         self._tables: dict[str, bytes] = {}  # run tables of our stages, as told
         if stage == "none" or serve == "live":
@@ -171,7 +187,7 @@ class Staging:
     @property
     def memory(self) -> MemoryReport:
         landings, kept = self.stage.landings, self.stage.quarantine
-        room = sum(landing.nbytes for landing in landings)
+        room = 0 if self.stage.direct else sum(landing.nbytes for landing in landings)
         swaps = isinstance(self.stage, SwapStage)
         memory = memory_of(self._tensors) if self._tensors is not None and not self.only_streams else []
         own = [(at, n) for at, n in memory if not any(landing.owns(at) for landing in landings)]
@@ -215,15 +231,15 @@ class Staging:
         """
         assert told.record is not None
         begun = time.monotonic()
-        plan = self.plan(told.record, seats)
-        cargo = Cargo(told.record, plan, self.landing, Haul(), self.layout_name, live=self.live)
+        plan, proof = self._planned(told.record, seats)
+        cargo = Cargo(told.record, plan, self.landing, Haul(), self.layout_name, live=self.live, proof=proof)
         cargo.seconds["plan"] = time.monotonic() - begun
         if self.live is not None and not told.ahead:  # ahead of a call, user code that gives tensors is not called
             self.live.follow(plan, self._resolve())
         if not self.stage.direct:
             planned = time.monotonic()
             self._move(told, cargo, patience, moved)
-            cargo.seconds["move"] = time.monotonic() - planned
+            cargo.seconds["move"] = time.monotonic() - planned - cargo.seconds.get("verify", 0.0)
         return cargo
 
     def prepare(self, told: Round, cargo: Cargo, patience: Patience, moved: Callable[[int], None]) -> Work:
@@ -242,7 +258,9 @@ class Staging:
             work,
             live,
             move if self.stage.direct else None,
-            (lambda: live.open(plan, self._resolve())) if live is not None else lambda: None,
+            (lambda: live.open(plan, self._resolve(), cargo.landing.trailers(plan)))
+            if live is not None
+            else lambda: None,
         )
 
     def close_reading(self) -> None:
@@ -274,24 +292,32 @@ class Staging:
     # ---- plan
 
     def plan(self, record: VersionRecord, seats: ReplicaSeats | None) -> Plan:
+        return self._planned(record, seats)[0]
+
+    def _planned(self, record: VersionRecord, seats: ReplicaSeats | None) -> tuple[Plan, Proof | None]:
         replica = seats.layouts if seats is not None else (self.layout_name,)
         key = (record.layout, self.layout_name, str(record.window_bytes), *replica)
-        plan = self._plans.get(key)
-        if plan is None:
+        found = self._plans.get(key)
+        if found is None:
             world = self._blobs([record.layout], "world layout")[0]
             self._world = (record.layout, world)
             decoded = WorldLayout.decode(world)
-            told = [name for name in replica if name]
+            told = sorted({name for name in replica if name})
+            blobs = self._blobs(told, "layout of the replica")
+            layouts = {name: RankLayout.decode(data) for name, data in zip(told, blobs, strict=True)}
             plan = make_plan(
                 decoded,
                 self.layout if self.layout is not None else everything(decoded),
                 window_bytes=record.window_bytes,
-                replica=[RankLayout.decode(data) for data in self._blobs(told, "layout of the replica")],
+                replica=list(layouts.values()),
                 strict=self._strict and all(replica),  # a rank without a layout of its own takes every name
                 allow_missing=self._allow_missing,
             )
-            self._plans = {key: plan}
-        return plan
+            by_rank = [layouts[name] if name else plan.pieces.target for name in replica]
+            rank = self._rank if len(by_rank) > 1 else 0
+            found = plan, Proof(plan, rank, by_rank) if self._verify else None
+            self._plans = {key: found}
+        return found
 
     def _blobs(self, names: Sequence[str], what: str) -> list[bytes]:
         found = self._member.blobs(sorted(set(names)))
@@ -319,22 +345,25 @@ class Staging:
         found = suppliers(plan, record, told.holders, self._rank, kinds)
         landing.keep_only({one.source.agent for one in found})
         haul = cargo.haul
-        fetch = Fetch(
-            plan,
-            progress,
-            found,
-            haul=haul,
-            lookup=self._member.endpoint_record,
-            table=self._member.run_table,
-            replace=lambda landing: self._replace(landing, plan),
-            patience=patience,
-            moved=moved,
-        )
+
+        def fetch(chosen: Sequence[Supplier]) -> None:
+            Fetch(
+                plan,
+                progress,
+                chosen,
+                haul=haul,
+                lookup=self._member.endpoint_record,
+                table=self._member.run_table,
+                replace=lambda landing: self._replace(landing, plan),
+                patience=patience,
+                moved=moved,
+            ).run()
+
         begun, before = time.monotonic(), len(progress.confirmed)
         try:
-            fetch.run()
+            move_proved(plan, found, progress, haul, fetch, lambda: self._check(cargo, progress.landing, patience))
         except MxRLError as exc:
-            self._note_failure(exc, time.monotonic() - begun, len(progress.confirmed) - before, len(plan.window_bounds))
+            self._note_failure(exc, time.monotonic() - begun, len(progress.confirmed) - before, len(plan.all_bounds))
             if self._rank:
                 self._tell_dead(haul.dead)
             else:
@@ -346,10 +375,21 @@ class Staging:
         self._progress = None
         cargo.landing = progress.landing
 
+    def _check(self, cargo: Cargo, landing: Landing, patience: Patience) -> Sequence[Wrong]:
+        if cargo.proof is None or not landing.on_host:
+            return ()
+        begun = time.monotonic()
+        verdict = cargo.proof.check(landing.place, cargo.record.proofs)
+        cargo.balance = verdict.balance
+        cargo.seconds["verify"] = cargo.seconds.get("verify", 0.0) + time.monotonic() - begun
+        patience.moved()
+        return verdict.wrong
+
     def _note_failure(self, exc: MxRLError, spent: float, moved: int, total: int) -> None:
         self.read_s = spent * total / moved if moved else max(self.read_s, spent)
         if isinstance(exc, VersionGone):
             self.lost += 1
+        if isinstance(exc, (VersionGone, DigestMismatch)):
             self._progress = None
 
     def _tell_dead(self, agents: list[str]) -> None:
@@ -369,7 +409,7 @@ class Staging:
         role = f"{self._member.policy}-r{self._rank}"
         endpoint, serve = self._member.endpoint, self._serve == "stage"
         if stage == "none":
-            return DirectStage(lambda x: Landing(endpoint, role, 0, serve=False, extents=x), tensors)
+            return DirectStage(lambda x, n: Landing(endpoint, role, n, serve=False, extents=x), tensors)
         if swap:
             assert self.layout is not None
             return SwapStage(lambda n: Landing(endpoint, role, n, serve=serve, scattered=True), self.layout, tensors)

@@ -226,4 +226,5 @@ class Standing:
             lane=",".join(sorted(haul.lanes)),
             retries=haul.retries,
             refused=dict(haul.refused),
+            unproved=cargo.unproved,
         )

@@ -35,7 +35,8 @@ class Subscriber(Intake):
     The ranks of one ``replica`` (named where ``world_size`` > 1) switch versions together or not at all; each calls
     ``sync``, and rank 0's call fixes the target. ``sources``: whom to read from, in this order. ``strict``: names that
     the publisher has and no rank of the replica takes are an error. ``allow_missing``: patterns of names that the
-    publisher may lack. ``verify`` is for digests, which this release has none of: windows are confirmed whatever it says.
+    publisher may lack. ``verify``: what arrived is proved by sums that the publisher made, before it is installed; without
+    it windows are still confirmed against their source's header.
     ``prefetch``: a thread stages each version as soon as it is announced, so that ``sync`` is the install alone; a version
     that waits is not overtaken by a newer one unless a call asks for it.
     ``stage``: where a version waits for its install, "device" or "host" (in this release both are host memory), or
@@ -94,6 +95,7 @@ class Subscriber(Intake):
                 swap=swap,
                 strict=strict,
                 allow_missing=allow_missing,
+                verify=verify,
             )
             self._streams = Streams(
                 Borrowing(self._member, self._staging, rank),

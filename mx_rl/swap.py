@@ -18,7 +18,7 @@ from mx_rl.layout import Packed, RankLayout
 from mx_rl.movable import module_of, movable, repoint
 from mx_rl.plan import Plan
 from mx_rl.runs import in_order
-from mx_rl.stage import Quarantine, Stage
+from mx_rl.stage import Quarantine, Stage, roomy
 from mx_rl.table import ALIGN
 from mx_rl.tensors import Shard, Tensors, resolve
 
@@ -30,7 +30,7 @@ class _Aim(NamedTuple):
     landing: Landing
     table: RunTable
     views: dict[str, tuple[Shard, ...]]
-    spare: int  # offset of the bytes that are only compared
+    spare: int  # offset of the bytes that are only compared, and of the trailers
 
 
 class SwapStage(Stage):
@@ -43,12 +43,12 @@ class SwapStage(Stage):
         self._layout = layout
         self._quarantine = Quarantine()
         self._aims: list[_Aim] = []
-        self._live = open_landing(layout.nbytes)
+        self._live = open_landing(roomy(layout.nbytes))
         self._lent: list[tuple[weakref.ref[Any], int, int]] = []  # the memory behind what was pointed at an arena
         try:
             self._repoint(layout, self._live, copy=True)
             # Not before the module's former storage is gone: construction never takes more than two models.
-            self.landing = open_landing(layout.nbytes)
+            self.landing = open_landing(roomy(layout.nbytes))
         except BaseException:
             self._live.abandon(self._live_in(self._live))
             raise
@@ -67,7 +67,7 @@ class SwapStage(Stage):
         need = _aligned(packed) + spare if spare else packed
         kept = self._live_in(self.landing)
         if kept or self.landing.nbytes < need:
-            old, self.landing = self.landing, self._open(max(need, self._layout.nbytes))
+            old, self.landing = self.landing, self._open(max(need, roomy(self._layout.nbytes)))
             old.abandon(kept)
         self._layout = plan.pieces.target
         self._aim(plan, self.landing)

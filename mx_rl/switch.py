@@ -11,6 +11,7 @@ from mx_rl.borrow import Loan
 from mx_rl.errors import (
     Busy,
     Closed,
+    DigestMismatch,
     HoldTimeout,
     IncompleteVersion,
     InvalidArgument,
@@ -157,7 +158,7 @@ class Switch(Standing):
         _, ranks, _ = self._parts
         cargo = staged.cargo
         stage = Stage(layout=cargo.plan.target_hash, source=cargo.source) if cargo.source is not None else None
-        vote = Vote(round=staged.round, rank=self.rank, agree=True, stage=stage)
+        vote = Vote(round=staged.round, rank=self.rank, agree=True, stage=stage, balance=cargo.balance)
         if self.rank == 0:
             return ranks.collect_votes(vote, patience)
         found = ranks.vote(vote, patience.extended(patience.left + self.options.stall_s))
@@ -185,7 +186,12 @@ class Switch(Standing):
         reason = "" if fault is None else f"{type(fault).__name__}: {fault}"[:1024]
         self._taint = self._taint or "interrupted before all ranks had answered"
         mine = Installed(
-            round=staged.round, rank=self.rank, agree=fault is None, reason=reason, source=staged.cargo.source
+            round=staged.round,
+            rank=self.rank,
+            agree=fault is None,
+            reason=reason,
+            source=staged.cargo.source,
+            balance=staged.cargo.balance if fault is None else None,
         )
         told = ranks.collect_installs(mine, patience) if self.rank == 0 else ranks.report_install(mine, patience)
         if told is not None and told.agree and fault is None:
@@ -209,6 +215,8 @@ class Switch(Standing):
         transient = [kind.__name__ for kind in kinds]
         if self.rank == 0 and not any(name in reason for name in transient):
             self._acknowledge("failed", version, reason)
+            if DigestMismatch.__name__ in reason:
+                raise DigestMismatch(text, version=version, tensors=[])
             raise IncompleteVersion(text, version=version, missing=[])
         raise VersionAborted(text, version=version, reason=reason)
 

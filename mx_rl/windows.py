@@ -21,7 +21,7 @@ def make_windows(plan: Plan, part: Part | None, *, stage: int | Ints, source: in
     if part is not None:
         runs, starts, needs = part.runs, part.starts, part.needs
     else:
-        bounds = np.asarray(plan.window_bounds, dtype=np.int64).reshape(-1, 2)
+        bounds = plan.all_bounds
         low, high = bounds[:, 0], bounds[:, 1]
         count = len(bounds)
         runs = np.stack([low, low, high - low], axis=1)

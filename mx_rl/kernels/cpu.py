@@ -25,8 +25,13 @@ def _compile(signature: str, function: Any) -> Any:
 
 @numba.njit(inline="always")
 def _term(word: Any, k: Any) -> Any:
-    mixed = (k + _ONE) * _STEP
-    mixed = (mixed ^ (mixed >> _32)) * _MULTIPLIER
+    return _weighed(word, (k + _ONE) * _STEP)
+
+
+@numba.njit(inline="always")
+def _weighed(word: Any, seed: Any) -> Any:
+    """``seed``: (k + 1) * STEP, which goes up by STEP from word to word."""
+    mixed = (seed ^ (seed >> _32)) * _MULTIPLIER
     mixed ^= mixed >> _29
     turned = (mixed << _TURN) | (mixed >> _BACK)
     return (word & _LOW) * (mixed | _ONE) + (word >> _32) * (turned | _ONE)
@@ -34,18 +39,20 @@ def _term(word: Any, k: Any) -> Any:
 
 @numba.njit(nogil=True)
 def _sum_words(words: Any, k: Any) -> Any:
-    total = np.uint64(0)
+    total, seed = np.uint64(0), (k + _ONE) * _STEP
     for i in range(len(words)):
-        total += _term(words[i], k + np.uint64(i))
+        total += _weighed(words[i], seed)
+        seed += _STEP
     return total
 
 
 @numba.njit(nogil=True)
 def _sum_turned(words: Any, following: Any, k: Any, shift: Any) -> Any:
     """Of words that begin ``shift`` bits inside ``words``."""
-    total = np.uint64(0)
+    total, seed = np.uint64(0), (k + _ONE) * _STEP
     for i in range(len(words)):
-        total += _term((words[i] >> shift) | (following[i] << (_64 - shift)), k + np.uint64(i))
+        total += _weighed((words[i] >> shift) | (following[i] << (_64 - shift)), seed)
+        seed += _STEP
     return total
 
 

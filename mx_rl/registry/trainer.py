@@ -10,6 +10,7 @@ from mx_rl.registry.worlds import fenced, unclaimed
 
 MAX_METADATA_BYTES = 64 << 10
 MAX_SUMS_BYTES = 4096
+MAX_PROOF_BYTES = 64
 EMPTY_SHARE = Source(agent="", region=0, generation=0)
 """Stands in a version record for a rank that commits no bytes."""
 
@@ -33,6 +34,8 @@ def commit(policy: Policy, command: Commit, now: float, *, final: bool) -> Outco
             return refused(InvalidArgument, f"metadata of {size} bytes: at most {MAX_METADATA_BYTES} (64 KiB) of JSON")
         if any(len(sums) > MAX_SUMS_BYTES for sums in command.sums.values()):
             return refused(InvalidArgument, f"sums of one partner: at most {MAX_SUMS_BYTES} bytes")
+        if len(command.proof) > MAX_PROOF_BYTES:
+            return refused(InvalidArgument, f"a proof of {len(command.proof)} bytes: at most {MAX_PROOF_BYTES}")
         item.commits[command.rank] = command
         if command.source is not None:
             policy.owners.setdefault(command.source.agent, command.incarnation)
@@ -256,6 +259,7 @@ def _record(policy: Policy, epoch: Epoch, number: int, commits: dict[int, Commit
         copies=known.copies,
         window_bytes=next((entry.window_bytes for entry in commits.values() if entry.source is not None), 0),
         sources=tuple(entry.source or EMPTY_SHARE for entry in commits.values()),
+        proofs=tuple(entry.proof for entry in commits.values()),
         wire_bytes=sum(entry.wire_bytes for entry in commits.values()),
         metadata=commits[0].metadata or b"{}",
     )

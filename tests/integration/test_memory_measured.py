@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.unit.test_memory_formula import ARENA_OF_NOTHING, arena, packed, stage
+from tests.unit.test_memory_formula import ARENA_OF_NOTHING, arena, packed, slot, stage
 from tests.unit.test_memory_modes import MODES
 
 ROWS = 4096  # 11 x 16 MiB: about 200 MB a model
@@ -31,7 +31,7 @@ def close(found, formula):
 
 def test_a_publisher_takes_its_model_and_its_slots():
     found = measure({"publisher": True})
-    formula = sum(SIZES) + arena(2, packed(SIZES))
+    formula = sum(SIZES) + arena(2, slot(packed(SIZES), len(SIZES)))
     assert found["publisher"]["total_bytes"] == formula
     assert close(found, formula), found
 
@@ -43,7 +43,7 @@ def test_a_subscriber_takes_what_the_formula_of_its_mode_says(mode):
     found = measure(mode)
     model, pack = sum(SIZES), packed(SIZES)
     if mode.get("swap"):
-        own = 2 * arena(1, pack)
+        own = 2 * arena(1, stage(pack))
     elif mode["stage"] == "none":
         own = model + ARENA_OF_NOTHING
     else:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mx_rl import Options, Publisher, Subscriber
+from mx_rl.digest import warm
 from mx_rl.registry.memory import MemoryRegistry
 
 OPTIONS = Options(transport="memory")
@@ -56,6 +57,7 @@ def cycle(rows: int, mode: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     mode = json.loads(sys.argv[2])
+    warm(1 << 30)  # what sums a large model is loaded with the first
     cycle(64, mode)
     gc.collect()
     forget_peak()

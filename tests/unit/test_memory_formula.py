@@ -27,6 +27,11 @@ def stage(nbytes):
     return nbytes + nbytes // 64 + (64 << 10)
 
 
+def slot(pack, boxes):
+    """A slot: the packed boxes, and a sum of 8 bytes each."""
+    return align(pack, 64) + 8 * boxes
+
+
 def packed(sizes):
     """Boxes of these bytes, each beginning at a multiple of 64, up to the end of the last."""
     end = 0
@@ -46,7 +51,7 @@ def test_registered_bytes_are_those_of_the_formula(shapes):
         Subscriber("p", target, registry=registry, options=STEADY) as sub,
     ):
         sub.sync(at_least=pub.publish().number, timeout=10)
-        assert pub.registered_bytes == arena(3, wire)
+        assert pub.registered_bytes == arena(3, slot(wire, len(shapes)))
         assert sub.registered_bytes == arena(1, stage(wire))
 
 
@@ -66,12 +71,14 @@ def test_the_report_of_every_mode_is_the_formula(shapes, mode):
     ):
         for _ in range(2):
             assert pub.memory == MemoryReport(
-                slots_bytes=3 * pack, live_bytes=model, headers_bytes=arena(3, pack) - 3 * pack
+                slots_bytes=3 * pack, live_bytes=model, headers_bytes=arena(3, slot(pack, len(shapes))) - 3 * pack
             )
             serving = ARENA_OF_NOTHING if mode["serve"] == "live" else 0
             if mode.get("swap"):
                 expected = MemoryReport(
-                    swap_bytes=2 * pack, headers_bytes=2 * (arena(1, pack) - pack), swapped_bytes=model
+                    swap_bytes=2 * stage(pack),
+                    headers_bytes=2 * (arena(1, stage(pack)) - stage(pack)),
+                    swapped_bytes=model,
                 )
             elif mode["stage"] == "none":
                 expected = MemoryReport(live_bytes=model, headers_bytes=ARENA_OF_NOTHING + serving)
