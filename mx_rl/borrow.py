@@ -16,13 +16,12 @@ from mx_rl.errors import IncompleteVersion, InvalidArgument, PeerLost
 from mx_rl.fetch import Haul
 from mx_rl.landing import Landing
 from mx_rl.parcels import Parcel, make_parcels
+from mx_rl.patience import Naps
 from mx_rl.plan import Plan
 from mx_rl.records import EndpointRecord, ReplicaSeats, Round, Source, Stage, decode
 from mx_rl.staging import Cargo, Staging
 from mx_rl.transport.base import Route, Windows
 from mx_rl.transport.place import here, same_host
-
-_NAP_S = (0.00005, 0.001)
 
 
 @dataclass
@@ -170,15 +169,15 @@ class Buffer:
         stall_s = self._endpoint.options.stall_s
         flow = self._route(record, source).start(source.generation, windows)
         try:
-            nap, moved_at = _NAP_S[0], time.monotonic()
+            naps, moved_at = Naps(), time.monotonic()
             while not flow.done:
                 if flow.step():
-                    nap, moved_at = _NAP_S[0], time.monotonic()
+                    moved_at = time.monotonic()
+                    naps.over()
                     continue
                 if time.monotonic() - moved_at > stall_s:
                     raise PeerLost(f"{label} moved no byte for {stall_s} s", peer=label)
-                time.sleep(nap)
-                nap = min(nap * 2, _NAP_S[1])
+                naps.rest()
         finally:
             if not flow.close() and not self.landing.fence():
                 old, self.landing = self.landing, self._open()

@@ -12,15 +12,13 @@ from typing import TypeAlias
 from mx_rl.columns import Ints
 from mx_rl.errors import CorruptRecord, DigestMismatch, InvalidArgument, MxRLError, PeerLost, VersionGone
 from mx_rl.landing import Landing
-from mx_rl.patience import Patience
+from mx_rl.patience import Naps, Patience
 from mx_rl.plan import Part, Plan
 from mx_rl.records import PACKING, EndpointRecord, Holder, Source, VersionRecord
 from mx_rl.transport.base import Flow, Windows
 from mx_rl.windows import make_windows
 
 log = logging.getLogger("mx_rl")
-
-_NAP_S = (0.00005, 0.001)
 
 
 @dataclass(frozen=True)
@@ -153,21 +151,20 @@ class Fetch:
         the sources are dead, stalled or out of reach; what is confirmed by then stays in ``progress``.
         """
         self._raise_watermark()
-        nap = _NAP_S[0]
+        naps = Naps()
         try:
             self._assign(set(range(len(self._plan.all_bounds))) - self._progress.confirmed)
             while self._flows:
                 self._patience.check()
                 if self._step():
-                    nap = _NAP_S[0]
+                    naps.over()
                     if self._patience.over:  # progress grants time, a deadline for the whole does not
                         raise PeerLost("the deadline for the whole passed while bytes arrived", peer="")
                     continue
                 if self._patience.over:
                     waiting = ", ".join(sorted(supplier.label for supplier in self._flows))
                     raise PeerLost(f"the deadline passed while bytes from {waiting} were on their way", peer=waiting)
-                time.sleep(nap)
-                nap = min(nap * 2, _NAP_S[1])
+                naps.rest()
         finally:
             if not self._close_flows():
                 self._isolate()

@@ -16,6 +16,8 @@ from mx_rl.patience import Patience
 Owner: TypeAlias = "asyncio.Task[object] | int"
 """An asyncio task, or a thread's ident where none runs."""
 
+_REOPEN_S = 5.0
+
 _acting: ContextVar[tuple[Owner, Owner] | None] = ContextVar("mx_rl_acting", default=None)
 """(who runs, for whom). Tasks inherit their parent's context: what was not said of this very task is not meant for it."""
 
@@ -81,13 +83,17 @@ class Holds:
     def leave(self, who: Owner) -> None:
         with self._change:
             self._open[who] -= 1
-            if not self._open[who]:
+            if self._open[who] <= 0:
                 del self._open[who]
             self._change.notify_all()
 
     @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """The caller's own hold does not count inside: it is at a safe point, and others' installs need not wait for it."""
+    def suspended(self, patience: Patience) -> Iterator[None]:
+        """The caller's own hold does not count inside: it is at a safe point, and others' installs need not wait for it.
+
+        It is open again afterwards, whatever happened. An install that runs then is waited for; HoldTimeout where that takes
+        longer than what is left of ``patience``, and than five seconds: weights may change under the hold then.
+        """
         me = owner()
         with self._change:
             count = self._open.pop(me, 0)
@@ -97,9 +103,19 @@ class Holds:
         finally:
             with self._change:
                 if count:
-                    # An install has a deadline of its own; opened under it, the hold would see weights change.
-                    self._change.wait_for(lambda: self._shut_by in (None, me))
-                    self._open[me] += count
+                    try:
+                        self._reopen(me, patience.extended(_REOPEN_S))
+                    finally:
+                        self._open[me] += count
+
+    def _reopen(self, me: Owner, patience: Patience) -> None:
+        # Opened under an install, the hold would see weights change.
+        if not patience.wait_for(self._change, lambda: self._shut_by in (None, me)):
+            raise HoldTimeout(
+                "an install that began inside this hold did not end in time: the hold is open again and weights may change "
+                "under it, so leave it and enter anew",
+                holds=self.count,
+            )
 
     @contextmanager
     def shut(self, patience: Patience) -> Iterator[None]:

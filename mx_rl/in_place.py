@@ -81,7 +81,7 @@ class Mutations:
         self._begin = weakref.WeakMethod(begin)
         self._lock = threading.RLock()
         self._open = False  # a version may be read
-        self._depth = 0
+        self._bodies: set[object] = set()  # of ``mutating`` that run now
         self._storages: frozenset[int] = frozenset()
         this = weakref.ref(self)
 
@@ -94,24 +94,27 @@ class Mutations:
 
     def published(self, tensors: Mapping[str, tuple[Shard, ...]]) -> None:
         with self._lock:
-            self._storages = frozenset(region.address for region in extents(tensors))
+            # Each storage, not each extent: of storages that overlap one extent is made.
+            self._storages = frozenset(
+                shard.tensor.untyped_storage().data_ptr() for boxes in tensors.values() for shard in boxes
+            )
             self._open = True
 
     def check(self) -> None:
         """Raises InvalidArgument inside ``mutating()``."""
-        if self._depth:
+        if self._bodies:
             raise InvalidArgument("publish() inside mutating(): leave it first, so that the tensors stay as they are")
 
     @contextmanager
     def mutating(self) -> Iterator[None]:
-        with self._lock:
-            self._depth += 1
-            self._change()
+        body = object()
         try:
+            with self._lock:
+                self._change()
+                self._bodies.add(body)
             yield
         finally:
-            with self._lock:
-                self._depth -= 1
+            self._bodies.discard(body)  # whatever came between, a Ctrl-C too: it is not for ever
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         with self._lock:

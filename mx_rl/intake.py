@@ -43,6 +43,7 @@ class Intake(Switch, Prefetched):
                     if patience.over or (exactly is not None and isinstance(exc, VersionGone)):
                         raise
                     log.warning("policy %s replica %s: trying again: %s", self.policy, self.replica, exc)
+                    patience.reopen()
                     patience.nap(nap)
                     nap = min(nap * 2, 1.0)
 
@@ -118,7 +119,8 @@ class Intake(Switch, Prefetched):
 
     def _load(self, told: Round, record: VersionRecord, resolved: float, patience: Patience) -> Staged:
         staging, ranks, membership = self._parts
-        self._held = ()
+        if not staging.serves_on:
+            self._held = ()
         patience.preparing = False
         try:
             streams = self._streams

@@ -11,6 +11,8 @@ from mx_rl.ranks import Ranks
 from mx_rl.records import Join, ReplicaSeats, encode
 from mx_rl.staging import Staging
 
+_NAP_S = (0.02, 0.5)
+
 
 class Membership:
     """``named``: the replica has a name of its own, rather than that of rank 0's incarnation, with which it leaves."""
@@ -68,24 +70,35 @@ class Membership:
 
     def meet(self, patience: Patience) -> bool:
         """All ranks have joined, and those who must talk are connected. True where another process took a rank's seat
-        since the last call, or a rank is amiss. Raises IncompleteVersion with who has not joined."""
+        since the last call, or a rank is amiss. One attempt at least, then IncompleteVersion with who has not joined or is
+        lost."""
         ranks = self._ranks
         if ranks.ranks == 1:
             return False
-        renewed = ranks.newcomers()
+        renewed, nap = ranks.newcomers(), _NAP_S[0]
         while not self.met:
             patience.check()
             seats = self.join(wait=patience.poll())
             if seats.open:
                 ranks.connect(seats, self._member)
-            elif patience.over:
-                missing = [rank for rank, agent in enumerate(seats.agents) if not agent]
-                raise IncompleteVersion(
-                    f"replica {self.replica!r}: rank(s) {name_ranks(missing)} of {ranks.ranks} have not joined",
-                    version=None,
-                    missing=missing,
-                )
+            if self.met:
+                break
+            if patience.over:
+                raise self._unmet(seats)
+            if seats.open:  # the registry answers at once, and a rank that is lost may hold its seat for a while
+                patience.nap(nap)
+                nap = min(nap * 2, _NAP_S[1])
         return renewed
+
+    def _unmet(self, seats: ReplicaSeats) -> IncompleteVersion:
+        missing, why = [rank for rank, agent in enumerate(seats.agents) if not agent], "have not joined"
+        if seats.open:
+            missing, why = self._ranks.lost, "are lost: their processes do not answer"
+        return IncompleteVersion(
+            f"replica {self.replica!r}: rank(s) {name_ranks(missing)} of {self._ranks.ranks} {why}",
+            version=None,
+            missing=missing,
+        )
 
     def _announce(self) -> None:
         self._staging.announce()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -150,10 +149,6 @@ def make_parcels(plan: Plan, *, aliases: bool) -> list[Parcel]:
         for name, found in boxes.items()
         if any(known in world.table.index for known in (name, *tied[name]))
     ]
-
-
-def largest(sizes: Sequence[int]) -> int:
-    return max(sizes, default=0)
 
 
 def _view(block: Tensor, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

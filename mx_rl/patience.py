@@ -11,6 +11,7 @@ from mx_rl.errors import InvalidArgument
 
 _SLICE_S = 0.1
 """How soon a wait on a condition sees that it was told to stop."""
+_NAP_S = (0.00005, 0.001)
 _POLL_S = 10.0
 _STOPPABLE_POLL_S = 1.0
 """How long the registry may hold the answer to a call that can be told to stop: its polls cannot be broken off."""
@@ -77,16 +78,17 @@ class Patience:
     # ---- stopping
 
     def stop(self, reason: BaseException) -> bool:
-        """Let the call raise ``reason`` at its next check. False: it is past its point of no return and will finish."""
+        """Let the call raise ``reason`` at its next check. False: it is past its point of no return and will finish what it
+        is about; should it have to begin anew, it raises ``reason`` then."""
         with self._lock:
+            self._reason = self._reason or reason
             if self._committed:
                 return False
-            self._reason = self._reason or reason
             self._told.set()
             return True
 
     def check(self) -> None:
-        if self._reason is not None:
+        if self._reason is not None and not self._committed:
             raise self._reason
 
     def commit(self) -> None:
@@ -94,6 +96,13 @@ class Patience:
         with self._lock:
             self.check()
             self._committed = True
+
+    def reopen(self) -> None:
+        """What was committed came to nothing, and the call begins anew: it can be told to stop again."""
+        with self._lock:
+            self._committed = False
+            if self._reason is not None:
+                self._told.set()
 
     # ---- waiting
 
@@ -115,3 +124,18 @@ class Patience:
                 return False
             change.wait(min(left, _SLICE_S))
         return True
+
+
+class Naps:
+    """Between two looks at what moves bytes: short while something moves, longer while nothing does."""
+
+    def __init__(self) -> None:
+        self._next = _NAP_S[0]
+
+    def rest(self) -> None:
+        time.sleep(self._next)
+        self._next = min(self._next * 2, _NAP_S[1])
+
+    def over(self) -> None:
+        """Something moved."""
+        self._next = _NAP_S[0]

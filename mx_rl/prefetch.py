@@ -13,6 +13,8 @@ from mx_rl.patience import Patience
 log = logging.getLogger("mx_rl")
 
 _NAP_S = (0.05, 5.0)
+_WAIT_S = 0.5
+_WAITING = "waits for a call, or for a rank"
 _NEWS_S = 10.0
 
 
@@ -68,14 +70,15 @@ class Prefetch:
                 continue
             begun = time.monotonic()
             staged, problem = self._try()
-            if problem and problem != said and not self._subscriber._idle():
+            if problem not in ("", _WAITING, said) and not self._subscriber._idle():
                 log.warning("%s: prefetch: %s", self._what, problem)
             said = problem
             if staged:
                 nap = _NAP_S[0]
             else:  # a poll that was answered in its time is followed by the next at once
                 self._poked.wait(max(nap - (time.monotonic() - begun), 0.0))
-                nap = min(nap * 2, _NAP_S[1]) if problem else _NAP_S[0]
+                longest = _WAIT_S if problem == _WAITING else _NAP_S[1]
+                nap = min(nap * 2, longest) if problem else _NAP_S[0]
 
     def _try(self) -> tuple[bool, str]:
         """Whether a version was staged, and what went wrong."""
@@ -85,7 +88,7 @@ class Prefetch:
         try:
             return self._subscriber._await_news(self._news) and self._subscriber._stage_ahead(), ""
         except (Busy, Closed, IncompleteVersion):  # a call has, or wants, the stage; or a rank has not come yet
-            return False, ""
+            return False, _WAITING
         except MxRLError as exc:  # the next sync meets it again, and raises it
             return False, f"{type(exc).__name__}: {exc}"
         except Exception as exc:

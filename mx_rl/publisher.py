@@ -89,6 +89,7 @@ class Publisher:
         self._slots = slots
         self._publishing = threading.Lock()
         self._closed = False
+        self._leaving: ExitStack | None = None
         self._k = 0
         self._counted = 0  # the epoch that k counts in
         self._uncounted: list[str] = []  # calls that raised before the epoch was open
@@ -285,21 +286,31 @@ class Publisher:
         )
 
     def close(self, *, timeout: float = 30.0) -> None:
-        """Finish what was begun, then serve on for at most the grace while leases are open, and leave. Idempotent."""
-        if self._closed:
-            return
+        """Finish what was begun, then serve on for at most the grace while leases are open, and leave. Idempotent; one that
+        was interrupted is gone on with by the next."""
         self._closed = True
+        if self._leaving is None:
+            self._leaving = self._steps(time.monotonic() + timeout)
+        self._leaving.close()
+
+    def _steps(self, deadline: float) -> ExitStack:
+        """What a close does. The last is run first; each is run whatever became of those before, a Ctrl-C too."""
         rings = [ring for ring in (*self._retired, self._ring) if ring is not None]
+        steps = ExitStack()
+        steps.callback(self._forget)
+        steps.callback(self._endpoint.release)
+        for ring in rings:
+            steps.callback(ring.close)
+        steps.callback(self._member.leave)
+        steps.callback(self._linger, rings)
+        steps.callback(self._commits.close, deadline)
         if self._mutations is not None:
-            self._mutations.close()
-        with ExitStack() as steps:  # the last is run first; each is run whatever became of those before
-            steps.callback(self._endpoint.release)
-            for ring in rings:
-                steps.callback(ring.close)
-            steps.callback(self._member.leave)
-            steps.callback(self._linger, rings)
-            steps.callback(self._commits.close, time.monotonic() + timeout)
-        self._ring, self._retired = None, []  # the arenas go now, also where the caller keeps this object
+            steps.callback(self._mutations.close)
+        return steps
+
+    def _forget(self) -> None:
+        """The arenas go now, also where the caller keeps this object."""
+        self._ring, self._retired = None, []
 
     def __enter__(self) -> Publisher:
         return self

@@ -53,7 +53,7 @@ class Ranks:
         self._replica = replica
         self._endpoint = endpoint
         self._change = threading.Condition()
-        self._links: dict[int, tuple[str, Link]] = {}  # rank -> (its agent, link)
+        self._links: dict[int, tuple[str, Link | None]] = {}  # rank -> (its agent, link)
         self._told: Round | None = None  # the round that is open, told again to who does not vote
         self._told_at = 0.0  # when the progress of this rank's part was told last
         self._lost: set[int] = set()  # ranks whose process the transport reports dead
@@ -75,19 +75,28 @@ class Ranks:
     # ---- both
 
     def connect(self, seats: ReplicaSeats, member: Member) -> None:
-        """Links to whom this rank talks to: rank 0 to all, the others to rank 0. Known links are kept."""
+        """Links to whom this rank talks to: rank 0 to all, the others to rank 0. Known links are kept, but for those to
+        ranks that are lost. One that cannot be reached stays so."""
         if self._receiver is None:
             return
         for rank in range(1, self.ranks) if self.rank == 0 else [0]:
             agent = seats.endpoints[rank]
             known = self._links.get(rank)
-            if known is not None and known[0] == agent:
+            if known is not None and known[0] == agent and rank not in self._lost:
                 continue
-            if known is not None:
+            if known is not None and known[1] is not None:
+                self._links[rank] = (known[0], None)  # who it was is still to be known, by ``newcomers``
                 known[1].close()
-                if self.rank:
-                    self.follower = Follower()  # another process leads, and counts its rounds from 1
-            self._links[rank] = (agent, self._receiver.connect(member.endpoint_record(agent)))
+            try:
+                link = self._receiver.connect(member.endpoint_record(agent))
+            except PeerLost as exc:
+                if rank not in self._lost:
+                    log.warning("replica %s: rank %d cannot be reached: %s", self._replica, rank, exc)
+                self._lost.add(rank)
+                continue
+            if self.rank and known is not None and known[0] != agent:
+                self.follower = Follower()  # another process leads, and counts its rounds from 1
+            self._links[rank] = (agent, link)
             self._lost.discard(rank)
         if self.rank:
             self._send(0, Hello(round=0, rank=self.rank, agent=self.agent))
@@ -105,11 +114,11 @@ class Ranks:
         )
 
     def _send(self, rank: int, message: AnyRankMessage) -> None:
-        known = self._links.get(rank)
-        if known is None:
+        _, link = self._links.get(rank, ("", None))
+        if link is None:
             return
         try:
-            known[1].send(encode(message))
+            link.send(encode(message))
         except PeerLost as exc:
             if rank not in self._lost:
                 log.warning("replica %s: rank %d is lost: %s", self._replica, rank, exc)
@@ -159,7 +168,8 @@ class Ranks:
 
     def close(self) -> None:
         for _, link in self._links.values():
-            link.close()
+            if link is not None:
+                link.close()
         self._links.clear()
         if self._receiver is not None:
             self._receiver.close()
@@ -260,8 +270,13 @@ class Ranks:
 
     @property
     def connected(self) -> bool:
+        return not self.lost
+
+    @property
+    def lost(self) -> list[int]:
+        """Of whom this rank talks to, those to whom it has no link, or one that is dead."""
         wanted = range(1, self.ranks) if self.rank == 0 else [0]
-        return all(rank in self._links and rank not in self._lost for rank in wanted)
+        return [rank for rank in wanted if rank not in self._links or rank in self._lost]
 
     def call_off(self, reason: str) -> None:
         """End the open round with nothing changed."""

@@ -265,7 +265,7 @@ class Ack(Command, kw_only=True):
     state: str  # "installed", "failed", "tainted", "discarded", or "staged": read whole, ``record`` runs on
     number: int = 0  # the version the round was about
     reason: str = ""
-    held: tuple[Source, ...] = ()  # by rank: stages that hold ``record`` whole; () serves nothing
+    held: tuple[Source, ...] = ()  # by rank: memory that holds ``record`` whole, also while another is staged; () none
     previous: int = 0
     seq: int = 0  # counts the acknowledgements of this incarnation: one that was overtaken is ignored; 0: not counted
 

@@ -170,6 +170,11 @@ class Staging:
         return (*self.stage.served, live) if live is not None else self.stage.served
 
     @property
+    def serves_on(self) -> bool:
+        """Peers may read what is installed while the next version comes in: it does not lie where that is brought."""
+        return self.live is not None or isinstance(self.stage, SwapStage)
+
+    @property
     def registered_bytes(self) -> int:
         landings = sum(landing.total_bytes for landing in (*self.stage.quarantine, *self.stage.landings))
         return landings + (self.live.total_bytes if self.live is not None else 0)

@@ -102,7 +102,7 @@ class Standing:
         waited for as long as it makes progress, one that does not yet gives way. Busy at the end."""
         if self._streams is not None:
             self._streams.leave_own()
-        with self._holds.suspended():
+        with self._holds.suspended(patience):
             while not self._busy.acquire(timeout=min(patience.left, _SLICE_S)):
                 patience.check()
                 current = self._current
@@ -130,7 +130,7 @@ class Standing:
     @contextmanager
     def _between_calls(self, timeout: float) -> Iterator[None]:
         """Nothing is staged or installed while the body runs, paused or not. Busy where a call does not end in time."""
-        with self._holds.suspended():
+        with self._holds.suspended(Patience(timeout)):
             if not self._busy.acquire(timeout=timeout):
                 raise Busy(
                     f"an install of policy {self.policy!r} took longer than {timeout} s to end: wait before you sleep"
@@ -192,7 +192,7 @@ class Standing:
             state=state,
             number=number,
             reason=reason[:4096],
-            held=self._held if state == "installed" else (),
+            held=() if state == "tainted" else self._held,
             seq=seq,
         )
 

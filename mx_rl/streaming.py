@@ -121,8 +121,8 @@ class Drawing:
         return self._thread is threading.current_thread()
 
     def items(self) -> Generator[tuple[str, Given], None, None]:
-        self._thread.start()
         try:
+            self._thread.start()
             while True:
                 item = self._hand.draw()
                 if item is None:
@@ -141,13 +141,18 @@ class Drawing:
         finally:
             self.leave()
 
-    def leave(self) -> None:
-        """Break the loop off, where it is not over: before the vote the old version runs on, later the replica is tainted,
-        which the next stream or sync heals."""
-        if not self._thread.is_alive():
-            return
+    def tell(self) -> bool:
+        """That the loop is left; whoever gives ends by itself. Whether it was heard before the vote."""
         stopped = self._patience.stop(Cancelled())
         self._hand.leave()
+        return stopped
+
+    def leave(self) -> None:
+        """Break the loop off, where it is not over, and wait for its end: before the vote the old version runs on, later
+        the replica is tainted, which the next stream or sync heals."""
+        if not self._thread.is_alive():
+            return
+        stopped = self.tell()
         if stopped or self._alone:  # else the other ranks must end their loops first
             self._thread.join(self._patience.stall_s)
         if isinstance(self._error, MxRLError):
@@ -163,8 +168,7 @@ class Streams:
         self._loans: Borrowing | None = borrowing
         self._all_names = all_names
         self._alone = alone
-        self._drawing: Drawing | None = None
-        self._drawer: Owner = 0  # who drew first
+        self._drawings: dict[Owner, Drawing] = {}  # those that are open, by who drew first
         self._pouring: tuple[Handover, bool] | None = (
             None  # of the stream that has the subscriber's lock; whether it copies
         )
@@ -202,21 +206,32 @@ class Streams:
 
         drawing = Drawing(run, hand, patience, alone=self._alone)
         self.leave_own()
-        self._drawing, self._drawer = drawing, who
-        yield from drawing.items()
+        self._drawings[who] = drawing
+        try:
+            yield from drawing.items()
+        finally:
+            if self._drawings.get(who) is drawing:
+                del self._drawings[who]
         self.last_report = drawing.report
 
     def leave_own(self) -> None:
         """A loop of this very task or thread that was left and forgotten must not be waited for by its next call."""
-        drawing = self._drawing
-        if drawing is not None and not drawing.mine and self._drawer == owner():
-            self.leave()
+        who = owner()
+        drawing = self._drawings.get(who)
+        if drawing is not None and not drawing.mine:
+            self._drawings.pop(who, None)
+            drawing.leave()
 
     def leave(self) -> None:
-        """Break the open loop off, if there is one."""
-        drawing, self._drawing = self._drawing, None
+        """Break the open loops off; one of them gives at most, others wait for it."""
+        while self._drawings:
+            self._drawings.popitem()[1].leave()
+
+    def tell(self, who: Owner) -> None:
+        """That the loop which ``who`` began is left. Does not wait."""
+        drawing = self._drawings.get(who)
         if drawing is not None:
-            drawing.leave()
+            drawing.tell()
 
     def load(self, told: Round, seats: ReplicaSeats | None, *rest: Any) -> Cargo:
         """As ``Staging.load``, for a subscriber that only streams."""
@@ -228,17 +243,25 @@ class Streams:
             raise Closed("the subscriber was closed while it streamed")
         return self._loans
 
-    def work(self, cargo: Cargo, stages: Callable[[], tuple[Stage | None, ...]], patience: Patience) -> Pour:
-        """The install of a stream. ``stages`` is asked when all ranks have voted."""
+    def work(
+        self,
+        cargo: Cargo,
+        stages: Callable[[], tuple[Stage | None, ...]],
+        patience: Patience,
+        given: Callable[[int], None],
+    ) -> Pour:
+        """The install of a stream. ``stages`` is asked when all ranks have voted; ``given`` is told how many items were done
+        with."""
         assert self._pouring is not None
         hand, copy = self._pouring
-        return Pour(lambda: self._pour(cargo, stages, patience, hand, copy))
+        return Pour(lambda: self._pour(cargo, stages, patience, given, hand, copy))
 
     def _pour(
         self,
         cargo: Cargo,
         stages: Callable[[], tuple[Stage | None, ...]],
         patience: Patience,
+        given: Callable[[int], None],
         hand: Handover,
         copy: bool,
     ) -> None:
@@ -250,6 +273,7 @@ class Streams:
         room = max((parcel.scratch_nbytes for parcel in parcels), default=0)
         if room > len(self._scratch):
             self._scratch = torch.empty(room, dtype=torch.uint8, device="cpu")
+        done = 0
         for index, parcel in enumerate(parcels):
             hand.await_draw()
             if lender is not None:
@@ -258,6 +282,8 @@ class Streams:
             for name in parcel.names:
                 hand.await_draw()  # at once for the first: it was asked for above
                 patience.moved()  # the loop takes as long as its engine does
+                given(done)  # those who wait for the end of this loop grant it time
+                done += 1
                 hand.give((name, _clone(found) if copy else found))
             del found
         hand.await_draw()
@@ -267,7 +293,8 @@ class Streams:
         """What holds memory is let go; ``last_report`` stays."""
         if self._loans is not None:
             self._loans.close()
-        self._loans = self._drawing = self._plan = None
+        self._loans = self._plan = None
+        self._drawings.clear()
         self._parcels, self._scratch = [], _NOTHING
 
 

@@ -13,9 +13,10 @@ from mx_rl.borrow import Borrowing
 from mx_rl.config import Options
 from mx_rl.endpoint import Endpoint, Member, check_open, check_policy, close_at_exit, unique_name
 from mx_rl.errors import Closed, InvalidArgument
+from mx_rl.holds import owner
 from mx_rl.intake import Intake
 from mx_rl.membership import Membership
-from mx_rl.patience import Cancelled
+from mx_rl.patience import Cancelled, Patience
 from mx_rl.prefetch import Prefetch
 from mx_rl.ranks import Ranks
 from mx_rl.registry import Registry
@@ -38,7 +39,7 @@ class Subscriber(Intake):
     it windows are still confirmed against their source's header.
     ``prefetch``: a thread stages each version as soon as it is announced, so that ``sync`` is the install alone; a version
     that waits is not overtaken by a newer one unless a call asks for it.
-    ``stage``: where a version waits for its install, "device" or "host" memory (the same where there is no GPU), or
+    ``stage``: where a version waits for its install, "device" or "host" (in this release both are host memory), or
     "none": it is moved straight into the live weights once all ranks have voted, and what fails then leaves the replica
     tainted until the next ``sync``. ``serve``: what peers read between installs, the "stage" with the version installed
     last, the "live" weights, or "off". ``swap=True``: installs point the module's tensors at the memory just filled rather
@@ -82,6 +83,7 @@ class Subscriber(Intake):
         self.replica = replica or self.incarnation
         self._endpoint = Endpoint.acquire(registry, self.options)
         self._member = Member(self._endpoint, policy, self.incarnation, self._reassert)
+        self._leaving: ExitStack | None = None
         try:
             self._staging = Staging(
                 self._member,
@@ -202,33 +204,43 @@ class Subscriber(Intake):
         The first draw waits and raises as ``sync`` does; ``timeout`` does not count the loop's own time. The hooks run on the
         stream's own thread.
         """
+        return self._stream(number_of(at_least), lambda: self._patience(timeout, stoppable=True), copy)
+
+    def _stream(
+        self, least: int | None, patience_of: Callable[[], Patience], copy: bool
+    ) -> Generator[tuple[str, Given], None, None]:
         staging, _, _ = self._parts
         if not staging.streams:
             raise InvalidArgument(
                 'stream() takes tensors out of a stage: give stage="device" or "host", serve="stage" or "off", and no swap'
             )
         assert self._streams is not None
-        least = number_of(at_least)
         return self._streams.draw(
-            lambda: self._patience(timeout, stoppable=True),
-            self._exclusive,
-            lambda patience: self._sync(least, None, patience),
-            copy=copy,
+            patience_of, self._exclusive, lambda patience: self._sync(least, None, patience), copy=copy
         )
 
     async def async_stream(
         self, at_least: Number = None, *, timeout: float = 60.0, copy: bool = False
     ) -> AsyncIterator[tuple[str, Given]]:
         """``stream`` for a task: other tasks run on while it waits. Cancelled, it is a loop that was left."""
-        assert self._streams is not None
-        items = self.stream(at_least, timeout=timeout, copy=copy)
-        leave = self._streams.leave
+        patience, who = self._patience(timeout, stoppable=True), owner()
+        items = self._stream(number_of(at_least), lambda: patience, copy)
+        streams = self._streams
+        assert streams is not None
+
+        def stop() -> None:  # on the event loop: nothing is waited for
+            patience.stop(Cancelled())
+            streams.tell(who)
+
+        def drop(item: object) -> None:
+            """Nobody draws the next one: the loop over the stream is left, and with it this item."""
+
         try:
-            while (item := await run(lambda: next(items, None), stop=leave)) is not None:
+            while (item := await run(lambda: next(items, None), stop=stop, drop=drop)) is not None:
                 yield item
                 del item
         finally:
-            items.close()
+            await run(items.close)
 
     @property
     def last_report(self) -> SyncReport | None:
@@ -252,7 +264,9 @@ class Subscriber(Intake):
         patience = self._patience(timeout, stoppable=True)
         who = self._holds.try_enter()
         if who is None:
-            who = await run(lambda: self._holds.enter(patience), stop=lambda: patience.stop(Cancelled()))
+            who = await run(
+                lambda: self._holds.enter(patience), stop=lambda: patience.stop(Cancelled()), drop=self._holds.leave
+            )
         try:
             yield self.version
         finally:
@@ -341,30 +355,41 @@ class Subscriber(Intake):
             self._withdraw(staging)
 
     def close(self) -> None:
-        """Leave, and give everything back. Idempotent."""
-        if self._closed:
-            return
+        """Leave, and give everything back. Idempotent; one that was interrupted is gone on with by the next."""
         self._closed = True
-        self._interrupt(Closed(f"Subscriber({self.policy!r}) was closed"))
+        if self._leaving is None:
+            self._leaving = self._steps()
+        self._leaving.close()
+
+    def _steps(self) -> ExitStack:
+        """What a close does. The last is run first; each is run whatever became of those before, a Ctrl-C too."""
+        steps = ExitStack()
+        steps.callback(self._forget)
+        steps.callback(self._endpoint.release)
+        if self._staging is not None:
+            steps.callback(self._staging.close)
         if self._streams is not None:
-            self._streams.leave()
+            steps.callback(self._streams.close)
+        if self._ranks is not None:
+            steps.callback(self._ranks.close)
         if self._prefetch is not None:
-            self._prefetch.stop()
-        idle = self._busy.acquire(timeout=self.options.stall_s)  # a sync in another thread sees that it is over
-        with ExitStack() as steps:  # the last is run first; each is run whatever became of those before
-            if idle:
-                steps.callback(self._busy.release)
-            steps.callback(self._endpoint.release)
-            if self._staging is not None:
-                steps.callback(self._staging.close)
-            if self._streams is not None:
-                steps.callback(self._streams.close)
-            if self._ranks is not None:
-                steps.callback(self._ranks.close)
-            if self._prefetch is not None:
-                steps.callback(self._prefetch.join, self.options.stall_s)
-            steps.callback(self._member.leave)  # answers a poll for news, too
-        # The arenas go now, also where the caller keeps this object; a sync in another thread keeps its own to its end.
+            steps.callback(self._prefetch.join, self.options.stall_s)
+        steps.callback(self._member.leave)  # answers a poll for news, too
+        steps.callback(self._await_idle)
+        if self._prefetch is not None:
+            steps.callback(self._prefetch.stop)
+        if self._streams is not None:
+            steps.callback(self._streams.leave)
+        steps.callback(self._interrupt, Closed(f"Subscriber({self.policy!r}) was closed"))
+        return steps
+
+    def _await_idle(self) -> None:
+        """A sync in another thread sees that it is over; one that comes now finds this closed."""
+        if self._busy.acquire(timeout=self.options.stall_s):
+            self._busy.release()
+
+    def _forget(self) -> None:
+        """The arenas go now, also where the caller keeps this object; a sync in another thread keeps its own to its end."""
         self._staging = self._membership = self._open_stage = None
 
     def __enter__(self) -> Subscriber:

@@ -12,6 +12,7 @@ from mx_rl.errors import (
     Busy,
     Closed,
     DigestMismatch,
+    HoldTimeout,
     IncompleteVersion,
     InvalidArgument,
     MxRLError,
@@ -56,7 +57,9 @@ class Switch(Standing):
                     self._switch(staged, previous, patience)
                     done = time.monotonic()
             except BaseException as exc:
-                if not staged.over:
+                if self._keeps(staged, exc):
+                    self._acknowledge("staged", staged.version)  # ends its lease
+                elif not staged.over:
                     self._end(staged)
                     self._refuse_round(staged.round, staged.version, exc)
                 raise
@@ -74,6 +77,12 @@ class Switch(Standing):
             seconds["total"] = acked - begun + (sum(before.values()) if waited is None else waited)
             return self._report(staged.cargo, previous, seconds)
 
+    def _keeps(self, staged: Staged, exc: BaseException) -> bool:
+        """Holds stayed open, and nobody else waits: the version is whole, and the next call installs it."""
+        alone = self.world_size == 1 and not staged.over
+        whole = self._staging is not None and not self._staging.stage.direct
+        return alone and whole and isinstance(exc, HoldTimeout)
+
     def _gather(self, staged: Staged, patience: Patience) -> None:
         """Every rank has staged its part and was asked to install it: only now do holds shut anywhere."""
         _, ranks, _ = self._parts
@@ -87,11 +96,11 @@ class Switch(Standing):
     def _switch(self, staged: Staged, previous: int | None, patience: Patience) -> None:
         """Holds are shut and drained: prepare, vote, decide, write. After the vote nothing waits but for the others."""
         cargo = staged.cargo
-        work = self._work(staged, patience)
         self._call_before(previous, staged.version, patience)
         try:
+            work = self._work(staged, patience)  # of the tensors as the hook left them: an engine may have moved them
             patience.commit()
-        except BaseException:  # told to stop, and nothing is voted yet
+        except BaseException:  # refused or told to stop, and nothing is voted yet
             self._call_after(previous, previous)
             raise
         try:
@@ -121,7 +130,10 @@ class Switch(Standing):
             )
         if not isinstance(cargo, Loan):  # a lender's layout is ours, and it looks itself
             check_stage(cargo.plan, cargo.landing.block)
-        return streams.work(cargo, lambda: ranks.stages, patience)
+        moved = len(cargo.plan.window_bounds)  # told when the part was staged: each item counts as one more
+        return streams.work(
+            cargo, lambda: ranks.stages, patience, lambda done: ranks.tell_progress(staged.round, moved + done)
+        )
 
     def _layout(self) -> RankLayout | None:
         """Of the tensors as they are now; None for the publisher's names. A stream needs no memory behind them."""

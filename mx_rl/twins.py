@@ -14,11 +14,14 @@ from mx_rl.holds import acting_for, owner
 T = TypeVar("T")
 
 
-async def run(call: Callable[[], T], *, stop: Callable[[], object] | None = None) -> T:
+async def run(
+    call: Callable[[], T], *, stop: Callable[[], object] | None = None, drop: Callable[[T], object] | None = None
+) -> T:
     """Await ``call()``, which counts as the awaiting task's own: its holds are that task's.
 
     When the task is cancelled: without ``stop`` the call is left to itself, and its outcome dropped. Else ``stop()`` tells
-    the call to end, and its end is awaited: CancelledError where it was given up, its result where it was too late to.
+    the call to end, and its end is awaited: CancelledError where it was given up, its result where it was too late to; with
+    ``drop`` CancelledError then too, and ``drop`` takes back what the result stands for.
     """
     who = owner()
     done: Future[T] = Future()
@@ -45,6 +48,9 @@ async def run(call: Callable[[], T], *, stop: Callable[[], object] | None = None
         stop()
         await _until_done(waiting)
         if waiting.exception() is not None:
+            raise
+        if drop is not None:
+            drop(waiting.result())
             raise
         uncancel = getattr(asyncio.current_task(), "uncancel", None)  # from Python 3.11 on
         if uncancel is not None:

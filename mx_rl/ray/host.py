@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from mx_rl.errors import ActorFailed
+from mx_rl.errors import ActorFailed, InvalidArgument
 from mx_rl.ray.actors import Member, check_method, make
 from mx_rl.ray.loop import Loop
 
@@ -61,10 +61,12 @@ class Host(ABC):
     """Base of the two kinds. ``worker`` is the user's object, ``endpoint`` its Publisher or Subscriber."""
 
     attribute: str  # under which the user's object finds its endpoint
+    streams_by: str  # its method for tensors that come, or go, one at a time
 
     def __init__(self) -> None:
         self.worker: Any = None
         self.endpoint: Any = None
+        self.group = ""  # whose endpoint it is, in an actor that its user made
         self._ended = threading.Event()
         self._loop = Loop()
         # torch listens with SO_REUSEADDR, so that a port which is bound here but not listened on is its to take, and
@@ -103,10 +105,12 @@ class Host(ABC):
             setattr(self.worker, self.attribute, self.endpoint)
             return str(self.endpoint.incarnation)
 
-    def adopt(self, seat: Seat, build: str, options: Mapping[str, Any]) -> str:
-        """As ``build``, for an actor that its user made: ``build`` names the method that returns its tensors."""
+    def adopt(self, seat: Seat, build: str, options: Mapping[str, Any], group: str) -> str:
+        """As ``build``, for an actor that its user made: ``build`` names the method that returns its tensors. From here on
+        ``group`` ends what it opens, and no other."""
         with portable():
             check_method(self.worker, build)
+            self.group = group
             if self.endpoint is not None:  # of a driver that is gone, where the actor outlives it, or of another group
                 self.endpoint.close()
                 self.endpoint = None
@@ -123,6 +127,14 @@ class Host(ABC):
     @abstractmethod
     def open(self, seat: Seat, tensors: Any, options: Mapping[str, Any]) -> Any:
         """The Publisher or Subscriber of this rank."""
+
+    def check_given(self, tensors: Any) -> None:
+        """None means a stream, and is most often a forgotten ``return`` where the class has no method that streams."""
+        if tensors is None and not hasattr(self.worker, self.streams_by):
+            raise InvalidArgument(
+                f"{type(self.worker).__name__} gave NoneType where tensors are built: return a module, a mapping or a "
+                f"callable; or give it a method {self.streams_by}(), for tensors that come one at a time"
+            )
 
     def guard(self) -> AbstractContextManager[Any]:
         """What surrounds a user call."""
@@ -162,11 +174,13 @@ class TrainerHost(Host):
 
     by_name = False
     """``build`` gave no memory to publish from: a publish takes what the user's ``export`` gives."""
+    streams_by = "export"
 
     def open(self, seat: Seat, tensors: Any, options: Mapping[str, Any]) -> Any:
         from mx_rl.publisher import Publisher
         from mx_rl.tensors import only_declared
 
+        self.check_given(tensors)
         self.by_name = only_declared(tensors)
         return Publisher(
             seat.policy,
@@ -209,6 +223,7 @@ class RolloutHost(Host):
 
     by_name = False
     """``build`` gave no memory to install into: a sync goes through the user's ``load_weights``."""
+    streams_by = "load_weights"
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,6 +236,7 @@ class RolloutHost(Host):
         from mx_rl.subscriber import Subscriber
         from mx_rl.tensors import only_declared
 
+        self.check_given(tensors)
         self.by_name = only_declared(tensors)
         named = _for_endpoint(self, options)
         self._holds = named.pop("holds", None)
@@ -314,14 +330,14 @@ _adopting = threading.Lock()  # a threaded actor of the user's runs several oper
 
 def operate(worker: Any, kind: type[Host], operation: str, /, *args: Any, **kwargs: Any) -> Any:
     """Run a host's operation in an actor that its user made; there is one such object a process."""
+    if operation == "end":
+        return _end(worker, kind, *args, **kwargs)
     with _adopting:
         host = _adopted.get(kind)
         if host is None or host.worker is not worker:
             host = _adopted[kind] = kind()
             host.worker = worker
-        if operation == "end":
-            del _adopted[kind]
-    if host.endpoint is None and operation not in ("locate", "adopt", "end"):
+    if host.endpoint is None and operation not in ("locate", "adopt"):
         raise ActorFailed(
             f"no {host.attribute} in this process: the actor was restarted since it was wrapped, or its group was "
             "closed; wrap it anew (from_actors)",
@@ -330,6 +346,17 @@ def operate(worker: Any, kind: type[Host], operation: str, /, *args: Any, **kwar
             text="",
         )
     return getattr(host, operation)(*args, **kwargs)
+
+
+def _end(worker: Any, kind: type[Host], group: str) -> list[str]:
+    """Nothing where another group has wrapped the actor since: what is open is its."""
+    with _adopting:
+        host: Any = _adopted.get(kind)  # untyped: Ray's stubs make another thing of its methods
+        if host is None or host.worker is not worker or host.group not in ("", group):
+            return []
+        del _adopted[kind]
+    problems: list[str] = host.end()
+    return problems
 
 
 def remote_host(kind: type[Host]) -> Any:

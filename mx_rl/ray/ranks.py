@@ -138,7 +138,7 @@ class Ranks:
 
     def _close(self, actors: Sequence[Any], timeout: float) -> list[str]:
         """End the hosts of actors that this object no longer calls; the members that could not leave."""
-        refs = {rank: self._invoke(actor, "end") for rank, actor in enumerate(actors)}
+        refs = {rank: self._end_one(actor) for rank, actor in enumerate(actors)}
         ends = gather(refs, deadline=Deadline(timeout), settle=None)
         for rank, problems in ends.values.items():
             for text in problems:
@@ -147,6 +147,9 @@ class Ranks:
             if not died(error):
                 log.warning("rank %d of %s failed to close: %s", rank, self.title, error)
         return [name for rank, name in enumerate(self._incarnations) if rank in refs and rank not in ends.values]
+
+    def _end_one(self, actor: Any) -> Any:
+        return self._invoke(actor, "end")
 
     def _send(self, rank: int, operation: str, /, *args: Any, **kwargs: Any) -> Any:
         if not self._actors or not self._session.alive():

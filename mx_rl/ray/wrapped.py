@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ class WrappedRanks(Ranks):
     def __init__(self, kind: type[Host], actors: Sequence[Any], *, name: str, title: str, policy: str) -> None:
         super().__init__(kind, name=name, title=title, policy=policy, size=len(actors))
         self._actors = list(actors)
+        self._group = secrets.token_hex(8)  # names may be used again
 
     def adopt(self, build: str, options: Mapping[str, Any], *, deadline: Deadline, abort: threading.Event) -> None:
         """Give every actor its Publisher or Subscriber. Raises as ``Ranks.start`` does; the actors stay."""
@@ -32,8 +34,8 @@ class WrappedRanks(Ranks):
         self._registry = options.get("registry")
         try:
             self.locations = tuple(self._locate_all(deadline, abort))
-            adopted = self._each("adopt", [(seat, build, options) for seat in self._seats()], deadline, abort)
-            self._incarnations = adopted
+            given = [(seat, build, options, self._group) for seat in self._seats()]
+            self._incarnations = self._each("adopt", given, deadline, abort)
             up = True
         finally:
             if not up:
@@ -61,6 +63,9 @@ class WrappedRanks(Ranks):
             self._close(
                 actors, timeout if self.locations else 0.0
             )  # whether a silent one has ended is not ours to say: its lease is
+
+    def _end_one(self, actor: Any) -> Any:
+        return self._invoke(actor, "end", self._group)
 
     def _invoke(self, actor: Any, operation: str, /, *args: Any, **kwargs: Any) -> Any:
         return actor.__ray_call__.remote(operate, self._kind, operation, *args, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mx_rl.errors import InvalidArgument, SeatTaken
-from mx_rl.records import Ack, AwaitInstalled, Installs, Join, Leave, Ok, Refused, ReplicaSeats
+from mx_rl.records import Ack, AwaitInstalled, Installs, Join, Leave, Ok, Refused, ReplicaSeats, Source
 from mx_rl.registry.policy import Policy, Replica, refused
 
 MAX_RANKS = 4096
@@ -108,8 +108,9 @@ def ack(policy: Policy, command: Ack, now: float) -> Ok | Refused:
     lease = policy.leases.get(replica.name)
     if lease is not None and lease.number <= number:
         policy.end_lease(replica.name)
-    if command.state == "staged":  # nothing is read for it any more; what lay in the stages before is gone
-        policy.set_holding(replica, replica.record, ())
+    if command.state == "staged":  # nothing is read for it any more; what lay where it was brought is gone
+        mine = replica.record is not None and record is not None and record.identity == replica.record.identity
+        policy.set_holding(replica, replica.record, _whole(replica, command.held) if mine else ())
         return Ok()
     if record is not None and record.number < replica.number:
         return Ok()
@@ -122,7 +123,7 @@ def ack(policy: Policy, command: Ack, now: float) -> Ok | Refused:
     elif record is not None:
         replica.state = "installed"
         replica.acked = replica.incarnations
-        policy.set_holding(replica, record, command.held if len(command.held) == len(replica.seats) else ())
+        policy.set_holding(replica, record, _whole(replica, command.held))
     if command.state == "failed":
         replica.failed = max(replica.failed, number)
     for rank, source in enumerate(replica.held):
@@ -130,6 +131,11 @@ def ack(policy: Policy, command: Ack, now: float) -> Ok | Refused:
     if before != (replica.said, replica.reason, replica.record, replica.held, replica.acked, replica.failed):
         policy.bump()
     return Ok()
+
+
+def _whole(replica: Replica, held: tuple[Source, ...]) -> tuple[Source, ...]:
+    """A version that one rank lacks cannot be read from the others."""
+    return held if len(held) == len(replica.seats) else ()
 
 
 def await_installed(policy: Policy, command: AwaitInstalled, now: float, *, final: bool) -> Installs | None:

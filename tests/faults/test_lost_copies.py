@@ -53,8 +53,9 @@ def test_a_rank_killed_in_mid_transfer_is_replaced_by_the_other_copy(server, chi
     ranks[victim].process.join(10)
     assert not ranks[victim].process.is_alive()
     assert report.version == number
-    assert report.retries == 1
-    assert list(report.refused) == [label]
+    late = report.served_by.get(label) == normal.served_by[label]  # all of it had arrived when the reader next looked
+    assert report.retries == (0 if late else 1)
+    assert list(report.refused) == ([] if late else [label])
     assert report.served_by[label] >= 3 * MIB
     assert sum(report.served_by.values()) == TOTAL, "what was confirmed is not moved twice"
     assert reader.call("values") == {7.0}

@@ -8,8 +8,18 @@ import pytest
 import torch
 
 from mx_rl import Publisher, Shard, Subscriber
-from mx_rl.errors import IncompleteVersion, InvalidArgument, MxRLError, NotReady, PeerLost, RegistryLost
+from mx_rl.errors import (
+    IncompleteVersion,
+    InvalidArgument,
+    MxRLError,
+    NotReady,
+    Paused,
+    PeerLost,
+    RegistryLost,
+    VersionAborted,
+)
 from mx_rl.patience import Cancelled, Patience
+from mx_rl.records import Hello
 from mx_rl.registry.memory import MemoryRegistry
 from tests.support.local import FAST, together
 from tests.support.until import until
@@ -152,6 +162,11 @@ def test_a_stop_is_heard_before_the_point_of_no_return_and_refused_after():
     late.commit()
     assert not late.stop(Cancelled())
     late.check()
+    late.nap(0.0)
+    late.reopen()  # what was committed came to nothing
+    for call in (late.check, late.commit, lambda: late.nap(10.0)):
+        with pytest.raises(Cancelled):
+            call()
 
 
 def test_a_rank_that_is_stopped_before_its_vote_leaves_all_as_it_was(registry, pub):
@@ -183,5 +198,63 @@ def test_a_rank_that_is_stopped_before_its_vote_leaves_all_as_it_was(registry, p
     assert [sub._taint for sub in subs] == [None, None]
     reports = together(*[lambda sub=sub: sub.sync(timeout=10) for sub in subs])
     assert [report.version for report in reports] == [version.number] * 2
+    for sub in subs:
+        sub.close()
+
+
+def test_a_call_that_has_voted_in_vain_hears_at_its_next_attempt_what_it_was_told_meanwhile(registry, pub, sub):
+    """The first attempt commits and is called off; the stop that came meanwhile must not be lost to the second."""
+    voted = threading.Event()
+
+    def called_off(staged, patience):
+        voted.set()
+        until(lambda: patience._reason is not None)
+        sub._end(staged)
+        raise VersionAborted("called off", version=staged.version, reason="PeerLost: rank 1")
+
+    version = pub.publish()
+    pub.wait(version, replicas=0)
+    sub._decide = called_off
+    ends = []
+    call = threading.Thread(target=lambda: ends.append(together(lambda: sub.sync(timeout=20))[0]))
+    call.start()
+    assert voted.wait(10)
+    sub.pause(timeout=10)
+    call.join(10)
+    assert isinstance(ends[0], Paused), ends
+    del sub._decide
+    sub.resume()
+    assert sub.sync(timeout=10).version == version.number
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_rank_that_is_lost_ends_a_call_at_its_deadline_and_holds_up_no_pause(registry, pub, prefetch):
+    named = {"replica": "tp", "world_size": 2, "prefetch": prefetch}
+    subs = [subscriber(registry, rank=rank, **named) for rank in (0, 1)]
+    first = pub.publish()
+    together(*[lambda sub=sub: sub.sync(at_least=first, timeout=10) for sub in subs])
+    subs[1].pause()
+    asked, call = [], registry.call
+    registry.call = lambda command, *, timeout: (asked.append(type(command).__name__), call(command, timeout=timeout))[
+        1
+    ]
+    network, agent = subs[0]._endpoint.transport.network, subs[1]._ranks.agent
+    network.lose(agent)
+    subs[0]._ranks._send(1, Hello(round=0, rank=0, agent=""))  # found out as in any round
+    second = pub.publish()
+    pub.wait(second, replicas=0)
+    (end,) = together(lambda: subs[0].sync(at_least=second, timeout=0.4), timeout=10)
+    assert isinstance(end, IncompleteVersion), end
+    assert "lost" in str(end)
+    assert end.fields["missing"] == [1]
+    assert asked.count("Join") < 30, "the registry is not hammered"
+    begun = time.monotonic()
+    subs[0].pause(timeout=5)
+    assert time.monotonic() - begun < 2
+    network._lost.discard(agent)  # it was the network: the rank answers again
+    for sub in subs:
+        sub.resume()
+    reports = together(*[lambda sub=sub: sub.sync(at_least=second, timeout=10) for sub in subs])
+    assert [report.version for report in reports] == [second.number] * 2
     for sub in subs:
         sub.close()

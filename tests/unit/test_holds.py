@@ -82,3 +82,34 @@ def test_a_hold_that_is_refused_leaves_nothing_behind():
         worker.join(5)
     assert len(refused) == 1
     assert holds.count == 0
+
+
+def test_a_hold_is_open_again_after_its_safe_point_though_the_wait_for_an_install_is_cut_short(monkeypatch):
+    monkeypatch.setattr("mx_rl.holds._REOPEN_S", 0.05)
+    holds, shut, leave = Holds(), threading.Event(), threading.Event()
+
+    def install() -> None:
+        with holds.shut(_soon()):
+            shut.set()
+            leave.wait(10)
+
+    def interrupt(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    me = holds.enter(_soon())
+    installing = threading.Thread(target=install)
+    with pytest.raises(HoldTimeout, match="enter anew"), holds.suspended(Patience(0.05)):
+        installing.start()
+        assert shut.wait(5)
+    assert holds.count == 1
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt), holds.suspended(_soon()):
+        patched.setattr(Patience, "wait_for", interrupt)
+    assert holds.count == 1
+    leave.set()
+    installing.join(5)
+    with holds.suspended(_soon()):
+        assert holds.count == 0
+    holds.leave(me)
+    assert holds.count == 0
+    holds.leave(me)  # once too often
+    assert holds.count == 0

@@ -1,5 +1,6 @@
 """slots=0: live tensors are the version; what changes them shuts readers out first."""
 
+import numpy
 import pytest
 import torch
 
@@ -128,3 +129,32 @@ def test_mutating_waits_for_readers_no_longer_than_the_grace(registry):
             sub.sync(timeout=0.3)  # resolves, takes a lease, and reads nothing
         with pub.mutating():
             source["w"].add_(1)
+
+
+def test_a_body_that_never_began_keeps_no_later_publish_out(registry, monkeypatch):
+    source = {"w": torch.ones(50)}
+    with publisher(registry, source) as pub:
+        first = pub.publish().number
+        pub.wait(first, replicas=0, timeout=10)
+
+        def interrupt():
+            raise KeyboardInterrupt
+
+        begin = pub._mutations._begin
+        pub._mutations._begin = lambda: interrupt
+        with pytest.raises(KeyboardInterrupt), pub.mutating():
+            pass
+        pub._mutations._begin = begin
+        assert pub.publish().number == first + 1
+
+
+def test_a_step_over_the_second_of_two_storages_that_overlap_shuts_readers_out(registry):
+    memory = numpy.zeros(96, numpy.float32)
+    source = {"a": torch.from_numpy(memory[:64]), "b": torch.from_numpy(memory[32:])}
+    with publisher(registry, source) as pub:
+        pub.publish()
+        before = pub._ring.served.arena.headers[0].generation
+        parameter = torch.nn.Parameter(source["b"])
+        parameter.grad = torch.ones(64)
+        torch.optim.SGD([parameter], lr=1.0).step()
+        assert pub._ring.served.arena.headers[0].generation > before

@@ -256,3 +256,39 @@ def test_a_source_lost_in_mid_move_taints_a_replica_without_a_stage_on_all_ranks
     finally:
         together(*[sub.close for sub in subs])
         pub.close(timeout=1.0)
+
+
+@pytest.mark.parametrize("mode", MODES[:2] + MODES[5:8])
+def test_an_engine_that_moves_its_storage_in_before_install_gets_the_version_there(registry, mode):
+    weight = torch.zeros(5000)
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(weight.clone())
+
+    def wake(old, new):
+        module.w.data = torch.full((5000,), -1.0)
+
+    with publisher(registry, {"w": weight}) as pub:
+        with subscriber(registry, module, before_install=wake, **mode) as sub:
+            for value in (1.0, 2.0):
+                weight.fill_(value)
+                assert sub.sync(at_least=pub.publish().number, timeout=10).kind == "full"
+                assert module.w.eq(value).all(), "what is live now, not what was live before the hook"
+
+
+def test_what_is_refused_after_before_install_starts_the_engine_again(registry):
+    calls, target = [], {"w": torch.zeros(50)}
+
+    def lose(old, new):
+        calls.append(("before", old, new))
+        target["v"] = target.pop("w")
+
+    def after(old, new):
+        calls.append(("after", old, new))
+
+    with publisher(registry, {"w": torch.ones(50)}) as pub:
+        version = pub.publish()
+        with subscriber(registry, target, before_install=lose, after_install=after) as sub:
+            with pytest.raises(InvalidArgument, match="layout"):
+                sub.sync(timeout=5)
+            assert calls == [("before", None, version.number), ("after", None, None)]
+            assert sub._taint is None, "nothing live has changed"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mx_rl import Publisher, Subscriber
-from mx_rl.errors import IncompleteVersion, Paused, VersionAborted
+from mx_rl.errors import HoldTimeout, IncompleteVersion, Paused, VersionAborted
 from mx_rl.records import Resolve
 from mx_rl.registry.memory import MemoryRegistry
 from tests.support.local import FAST, together
@@ -260,6 +260,52 @@ def test_close_ends_a_prefetch_that_waits_for_news_at_once(registry, weights, pu
     sub.close()
     assert time.monotonic() - begun < 2
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(("mode", "serves"), [({"serve": "live"}, True), ({"swap": True}, True), ({}, False)])
+def test_what_is_installed_is_a_source_while_a_version_waits_unless_that_lies_in_its_place(
+    registry, weights, pub, mode, serves
+):
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(torch.zeros(5000))
+    with subscriber(registry, module, **mode) as sub:
+        first = publish(pub, weights, 1.0)
+        sub.sync(at_least=first, timeout=10)
+        second = publish(pub, weights, 2.0)
+        until(lambda: sub.staged == second)
+        until(lambda: not registry._state.policies["p"].leases)  # told: it is read whole
+        told = registry._state.policies["p"].replicas[sub.replica]
+        assert (told.number, bool(told.held)) == (first, serves)
+        assert sub.sync(timeout=10).version == second
+        assert told.held
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_a_version_whose_install_found_open_holds_waits_for_the_next_call(registry, weights, pub, prefetch):
+    target = {"w": torch.zeros(5000)}
+    with subscriber(registry, target, prefetch=prefetch) as sub:
+        first = publish(pub, weights, 1.0)
+        inside, leave = threading.Event(), threading.Event()
+
+        def generate():
+            with sub.hold():
+                inside.set()
+                assert leave.wait(10)
+
+        generating = threading.Thread(target=generate)
+        generating.start()
+        assert inside.wait(5)
+        with pytest.raises(HoldTimeout):
+            sub.sync(at_least=first, timeout=0.1)
+        assert sub.staged == first
+        assert not pub.wait(first, timeout=0.05).failed
+        until(lambda: not registry._state.policies["p"].leases)
+        leave.set()
+        generating.join(5)
+        report = sub.sync(timeout=5)
+        assert report.version == first
+        assert "move" not in report.seconds, "its bytes were here already"
+        assert target["w"].eq(1).all()
 
 
 # ---- a replica of two ranks

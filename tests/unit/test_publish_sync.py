@@ -501,3 +501,33 @@ def test_bad_arguments_name_what_they_take(registry):
             pub.publish(metadata={"x": "y" * (64 << 10)})
         with pytest.raises(InvalidArgument, match="JSON"):
             pub.publish(metadata={"x": object()})
+
+
+def _interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_close_that_is_interrupted_gives_everything_back_nevertheless(registry, monkeypatch):
+    source = {"w": torch.ones(8)}
+    pub, sub = publisher(registry, source), subscriber(registry, zeros(source))
+    endpoint = sub._endpoint
+    monkeypatch.setattr(sub._streams, "leave", _interrupt)
+    monkeypatch.setattr(pub._commits, "close", _interrupt)
+    for one in (sub, pub):
+        with pytest.raises(KeyboardInterrupt):
+            one.close()
+        one.close()
+        assert one.registered_bytes == 0
+    assert endpoint._users == 0
+    assert not registry._state.policies["p"].replicas
+
+
+def test_a_close_that_was_interrupted_at_its_beginning_is_gone_on_with(registry, monkeypatch):
+    source = {"w": torch.ones(8)}
+    for one in (publisher(registry, source), subscriber(registry, zeros(source))):
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(one, "_steps", _interrupt)
+            one.close()
+        one.close()
+        assert one.registered_bytes == 0
+    assert one._endpoint._users == 0

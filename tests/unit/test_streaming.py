@@ -22,6 +22,7 @@ from mx_rl.errors import (
     VersionAborted,
 )
 from mx_rl.parcels import Box, Part
+from mx_rl.patience import Patience
 from mx_rl.registry.memory import MemoryRegistry
 from tests.support.local import FAST, together
 
@@ -620,6 +621,95 @@ def test_a_prefetched_version_is_streamed_without_a_move(registry, ranks):
                 assert not isinstance(given, BaseException), given
                 assert all(torch.equal(given[name], tensor) for name, tensor in large(seed).items())
                 assert "ahead" in sub.last_report.seconds
+        for sub in subs:
+            sub.close()
+
+
+def test_a_task_that_leaves_a_stream_keeps_no_other_task_waiting(registry, monkeypatch):
+    options = Options(transport="memory", window_bytes=4096, stall_s=20.0)
+    with World(registry) as world, subscriber(registry, None, options=options) as sub:
+        world.publish(0)
+        ticked, heard, ask = threading.Event(), [], sub._acknowledge
+
+        def slowly(*args):
+            heard.append(ticked.wait(5))
+            ask(*args)
+
+        monkeypatch.setattr(sub, "_acknowledge", slowly)
+
+        async def main():
+            loop = sub.async_stream(timeout=10)
+            await anext(loop)
+            leaving = asyncio.create_task(loop.aclose())
+            await asyncio.sleep(0)
+            ticked.set()
+            await leaving
+
+        asyncio.run(main())
+        assert heard == [True]
+        assert not sub.ready
+
+
+def test_a_cancel_that_meets_an_item_just_given_is_not_lost(registry):
+    with World(registry) as world, subscriber(registry, None) as sub:
+        world.publish(0)
+
+        async def main():
+            loop = sub.async_stream(timeout=10)
+            await anext(loop)
+            hand = sub._streams._pouring[0]
+            draw, cancelled = hand.draw, threading.Event()
+
+            def cancel():
+                task.cancel()
+                asyncio.get_running_loop().call_soon(asyncio.get_running_loop().call_soon, cancelled.set)
+
+            def draw_late():
+                item = draw()
+                task.get_loop().call_soon_threadsafe(cancel)
+                assert cancelled.wait(5)
+                return item
+
+            hand.draw = draw_late
+            task = asyncio.create_task(anext(loop))
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            with pytest.raises(StopAsyncIteration):
+                await anext(loop)
+
+        asyncio.run(main())
+
+
+def test_a_loop_is_not_forgotten_when_another_thread_wants_one(registry):
+    with World(registry) as world, subscriber(registry, None) as sub:
+        world.publish(0)
+        loop = sub.stream(timeout=10)
+        next(loop)
+        (outcome,) = together(lambda: list(sub.stream(timeout=0.1)))
+        assert isinstance(outcome, Busy)
+        assert sub.stream(timeout=10) is not None
+        sub.close()
+        with pytest.raises(VersionAborted, match="close"):
+            list(loop)
+
+
+def test_a_rank_whose_loop_is_slow_is_waited_for_while_it_draws(registry, monkeypatch):
+    monkeypatch.setattr("mx_rl.ranks._PROGRESS_S", 0.05)
+    monkeypatch.setattr(Patience, "extended", lambda self, seconds: Patience(0.7))
+    with World(registry) as world:
+        subs = [subscriber(registry, None, replica="tp", rank=rank, world_size=2) for rank in range(2)]
+        number = world.publish(0)
+
+        def slowly():
+            given = 0
+            for _ in subs[1].stream(number, timeout=5):
+                threading.Event().wait(0.1)  # an engine at work
+                given += 1
+            return given
+
+        found = together(lambda: len(list(subs[0].stream(number, timeout=5))), slowly)
+        assert found == [len(model())] * 2
+        assert [sub.version for sub in subs] == [number] * 2
         for sub in subs:
             sub.close()
 

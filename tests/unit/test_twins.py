@@ -285,3 +285,31 @@ def test_four_tasks_generate_while_many_versions_arrive_and_no_output_is_mixed(
             assert sub.version == first + 50
 
     asyncio.run(main())
+
+
+def test_a_hold_that_was_entered_as_its_task_was_cancelled_is_left_again(pub, sub):
+    entered, cancelled_already = threading.Event(), threading.Event()
+    enter = sub._holds.enter
+
+    def late(patience):
+        who = enter(patience)
+        entered.set()
+        assert cancelled_already.wait(5)
+        return who
+
+    async def body():
+        async with sub.async_hold():
+            pytest.fail("it was cancelled")
+
+    async def main():
+        sub._holds.enter, sub._holds.try_enter = late, lambda: None
+        task = asyncio.create_task(body())
+        await eventually(entered.is_set)
+        task.cancel()
+        await asyncio.sleep(0)
+        cancelled_already.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert sub._holds.count == 0
+
+    asyncio.run(main())
