@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint
 # Keyed on contents, not on times: a fresh clone or a branch switch changes times only.
 STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints.txt Makefile | sha256sum | cut -c 1-16)
 # One pytest run, cheapest tests first; wildcard keeps this order and leaves out folders that are not there.
-TESTS := $(wildcard tests/unit tests/conformance tests/faults tests/attacks tests/integration tests/gpu)
+TESTS := $(wildcard tests/unit tests/flows tests/conformance tests/faults tests/attacks tests/integration tests/gpu)
 
 .PHONY: setup demo test lint bench soak clean
 .DEFAULT_GOAL := setup

@@ -2,9 +2,9 @@
 
 import pytest
 
+from tests.flows.test_memory_modes import DISTINCT
 from tests.support.actors import TrainerRank
 from tests.support.modes import KillingRollout, ModuleRollout
-from tests.unit.test_memory_modes import DISTINCT
 
 SHAPES = {"a": (1024, 512), "b": (2048, 1024), "c": (7,)}
 FIRE = [(mode, lane) for mode in DISTINCT for lane in ("shm", "tcp") if lane == "shm" or mode["serve"] == "live"]

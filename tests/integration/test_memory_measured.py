@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.unit.test_memory_formula import ARENA_OF_NOTHING, arena, packed, slot, stage
-from tests.unit.test_memory_modes import MODES
+from tests.flows.test_memory_formula import ARENA_OF_NOTHING, arena, packed, slot, stage
+from tests.flows.test_memory_modes import MODES
 
 ROWS = 4096  # 11 x 16 MiB: about 200 MB a model
 SIZES = [4096 * ROWS] * 11 + [4 * 12345]

@@ -473,7 +473,7 @@ ROLLOUT, TRAINER = sample()
 GUARD = np.zeros(1 << 16, np.uint8)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(["raw", "packed"]), st.data())
 def test_damaged_blobs_are_refused_or_write_inside_the_runs_only(codec, data):
     blob_bytes = bytearray(getattr(TRAINER, codec))
@@ -493,7 +493,7 @@ def test_damaged_blobs_are_refused_or_write_inside_the_runs_only(codec, data):
     ROLLOUT.proofs([one], ROLLOUT.digests())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.binary(max_size=400))
 def test_random_bytes_are_no_frame(data):
     blocks = np.array([[0, 65536, 2], [131072, 100, 2]], np.int64)

@@ -38,7 +38,7 @@ def test_the_sum_is_what_it_was_in_every_release():
     assert box_sum(np.zeros(0, np.uint8), (0, 4), (0, 0), (0, 4), 2) == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 1 << 30), begin=st.integers(0, 40), local=st.integers(0, 20), size=st.integers(0, 60))
 def test_any_run_sums_by_the_formula(seed, begin, local, size):
     data = np.random.default_rng(seed).integers(0, 256, local + size + seed % 9, dtype=np.uint8)
@@ -69,7 +69,7 @@ def cut(whole, lo, size):
     return np.ascontiguousarray(here).reshape(-1).view(np.uint8)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(cut_tensors())
 def test_the_sums_of_any_cut_add_up_to_the_sum_of_the_whole(case):
     shape, boxes, itemsize, seed = case

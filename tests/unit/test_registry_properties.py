@@ -291,7 +291,7 @@ def perform(run: Run, action: tuple[Any, ...]) -> None:
         run.state = State(run.boot, saved=dict(run.state.saved), lease_s=30.0)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(actions, min_size=20, max_size=80))
 def test_numbers_only_rise_and_each_is_one_version(script: list[tuple[Any, ...]]) -> None:
     run = Run()

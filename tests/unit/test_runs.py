@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mx_rl.runs import SOURCE, STAGE, compose, in_order, join, strided
 
-EXAMPLES = settings(max_examples=150, deadline=None)
+EXAMPLES = settings(max_examples=80, deadline=None)
 
 
 @st.composite

@@ -7,8 +7,8 @@ import torch
 
 from mx_rl import MemoryReport, Publisher, Subscriber
 from mx_rl.registry.memory import MemoryRegistry
+from tests.flows.test_memory_modes import IDS, MODES
 from tests.support.local import STEADY
-from tests.unit.test_memory_modes import IDS, MODES
 
 
 def align(nbytes, to):

@@ -382,7 +382,7 @@ def test_a_replica_that_has_just_met_reads_its_first_version_once(registry):
         sub.close()
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.1], ids=["prompt", "slow messages"])
+@pytest.mark.parametrize("delay", [0.0, 0.03], ids=["prompt", "slow messages"])
 def test_ranks_that_run_different_versions_are_healed_by_a_full_round(registry, monkeypatch, delay):
     receive = Ranks._on_message
     monkeypatch.setattr(Ranks, "_on_message", lambda self, data: (time.sleep(delay), receive(self, data)))

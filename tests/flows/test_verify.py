@@ -14,9 +14,9 @@ from mx_rl.registry.memory import MemoryRegistry
 from mx_rl.tensors import resolve
 from mx_rl.trailer import boxes_at
 from mx_rl.transport.base import Windows
+from tests.flows.test_memory_modes import IDS, MODES
 from tests.support.faulty import faulty
 from tests.support.local import STEADY, together
-from tests.unit.test_memory_modes import IDS, MODES
 
 BIG = (64, 200)  # 51,200 bytes: a dozen windows of 4096
 

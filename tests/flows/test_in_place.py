@@ -7,9 +7,9 @@ import torch
 from mx_rl import Publisher, Subscriber
 from mx_rl.errors import InvalidArgument, PeerLost, VersionGone
 from mx_rl.registry.memory import MemoryRegistry
+from tests.flows.test_memory_modes import IDS, MODES, Net, assert_same, change
 from tests.support.faulty import faulty
 from tests.support.local import STEADY
-from tests.unit.test_memory_modes import IDS, MODES, Net, assert_same, change
 
 COUNT = 64 * 1024  # float32: 64 windows of 4096 bytes
 TRAINER = "p-pub0-"
