@@ -36,6 +36,8 @@ Key = tuple[int, int]
 
 _POLL_S = 10.0
 _KEPT = 64
+_JOIN_S = 1.0
+"""How long close() waits for a thread that may be in a call to a registry that is away: it ends by itself then."""
 
 
 class Commits:
@@ -64,7 +66,8 @@ class Commits:
         self._failure: MxRLError | None = None
         self._closing = False
         self._learning = threading.Lock()
-        threading.Thread(target=self._work, name="mx-rl-commit", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="mx-rl-commit", daemon=True)
+        self._thread.start()
 
     def submit(self, commit: Commit, number: int, snapshot: Snapshot | None = None) -> None:
         """``number``: what the version is called if nothing happens; ``snapshot``: what its sums are made from."""
@@ -138,6 +141,7 @@ class Commits:
                 log.warning("policy %s: closed with a version unfinished: %s", self._member.policy, exc or "no answer")
         self._closing = True
         self._queue.put(None)
+        self._thread.join(_JOIN_S)  # its frame holds the last slot
 
     # ---- on the thread
 

@@ -37,7 +37,7 @@ def start(children, server, world_size, **named):
     return ranks
 
 
-@pytest.mark.parametrize(("lane", "victim"), [("shm", 0), ("shm", 2), ("tcp", 1)])
+@pytest.mark.parametrize(("lane", "victim"), [("shm", 0), pytest.param("shm", 2, marks=pytest.mark.soak), ("tcp", 1)])
 def test_a_rank_killed_in_mid_transfer_is_replaced_by_the_other_copy(server, children, lane, victim):
     env = {"UCX_TLS": "tcp"} if lane == "tcp" else {}
     ranks = start(children, server, 3, env=env)

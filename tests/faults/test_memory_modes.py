@@ -13,7 +13,11 @@ FIRE = [(mode, "shm") for mode in DISTINCT] + [
     for mode in DISTINCT
     if mode["serve"] == "live"
 ]
-READ = [(mode, "shm") for mode in DISTINCT if mode["serve"] != "off"]
+READ = [
+    pytest.param(mode, "shm", marks=() if "swap" in mode or mode["serve"] == "live" else pytest.mark.soak)
+    for mode in DISTINCT
+    if mode["serve"] != "off"
+]
 BIG = {"a": (16384, 1024), "b": (999, 64)}
 
 
@@ -65,8 +69,16 @@ def test_readers_of_a_peer_that_installs_all_the_time_never_install_a_torn_versi
     assert all(one["served_peer"] > 0 for one in found[1:])
 
 
-@pytest.mark.parametrize("mode", [{"stage": "device"}, {"stage": "none", "serve": "live"}], ids=str)
-@pytest.mark.parametrize("lane", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("lane", "mode"),
+    [
+        ("shm", {"stage": "none", "serve": "live"}),
+        ("tcp", {"stage": "device"}),
+        pytest.param("shm", {"stage": "device"}, marks=pytest.mark.soak),
+        pytest.param("tcp", {"stage": "none", "serve": "live"}, marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
 def test_readers_of_live_tensors_that_change_all_the_time_never_install_a_torn_version(server, children, lane, mode):
     env = {"UCX_TLS": "tcp"} if lane == "tcp" else {}
     quick = {"grace_s": 0.02}

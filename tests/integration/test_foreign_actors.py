@@ -286,6 +286,7 @@ def test_a_fleet_without_room_says_what_it_asked_and_what_there_is():
     nothing_left()
 
 
+@pytest.mark.soak
 def test_a_users_placement_group_that_is_too_small_says_so_and_stays():
     room = placement_group([{"CPU": 1}] * 2, name="small")
     for make in (

@@ -50,6 +50,7 @@ def test_the_loop_learns_and_ends_with_equal_weights(script):
     assert lines[-1] == "the rollouts' weights are the trainer's: True"
 
 
+@pytest.mark.soak
 def test_the_snippets_run_one_after_the_other(tmp_path):
     script = tmp_path / "guide.py"
     snippets = blocks("python")

@@ -37,7 +37,13 @@ def test_a_publisher_takes_its_model_and_its_slots():
 
 
 @pytest.mark.parametrize(
-    "mode", [mode for mode in MODES if mode["stage"] != "host"], ids=str
+    "mode",
+    [
+        pytest.param(mode, marks=pytest.mark.soak if mode["serve"] == "off" else ())
+        for mode in MODES
+        if mode["stage"] != "host"
+    ],
+    ids=str,
 )  # here the same as "device"
 def test_a_subscriber_takes_what_the_formula_of_its_mode_says(mode):
     found = measure(mode)

@@ -29,6 +29,10 @@ CASES = {
 }
 
 
+LONG = {"sizes", "wrapped actors"}
+"""For `make soak`: half a minute or more each."""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     with local_ray(num_cpus=4):
@@ -36,7 +40,9 @@ def cluster():
         nothing_left()
 
 
-@pytest.mark.parametrize("group", list(CASES))
+@pytest.mark.parametrize(
+    "group", [pytest.param(name, marks=pytest.mark.soak if name in LONG else ()) for name in CASES]
+)
 def test_ctrl_c_comes_out_at_once_and_leaves_everything_in_order(group, tmp_path):
     address = ray.get_runtime_context().gcs_address
     done = subprocess.run(
