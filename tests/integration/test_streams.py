@@ -71,6 +71,10 @@ def test_an_exported_stream_is_loaded_by_name_whole_and_in_parts(server, childre
     assert all_of([whole, *halves], "load", number, 4)[0]["wrong"] == []
 
 
+SLACK = 64 * MB
+"""What agents, threads and kernels take with their first use; a gathered model would be 192 MiB more."""
+
+
 def test_an_exporter_holds_its_slots_and_one_tensor(server, children):
     shapes = {f"w{index:02}": (1024, 2048) for index in range(24)}  # 8 MiB each, 192 MiB together
     trainers = [children(Exporter, server.path, shapes, rank, 2) for rank in range(2)]
@@ -80,7 +84,7 @@ def test_an_exporter_holds_its_slots_and_one_tensor(server, children):
     all_of(trainers, "publish", 1)
     for trainer in trainers:
         assert 2 * share <= trainer.call("registered") <= 2 * share + 4 * MB + (64 << 10)
-        assert trainer.call("peak") - trainer.before < 3 * share + 64 * MB, "the first pass holds one share more"
+        assert trainer.call("peak") - trainer.before < 3 * share + SLACK, "the first pass holds one share more"
         trainer.before = trainer.call("peak")
     for seed in range(2, 5):
         all_of(trainers, "publish", seed)
