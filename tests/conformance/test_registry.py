@@ -40,7 +40,8 @@ Open = Callable[[], Registry]
 
 @pytest.fixture(scope="module")
 def ray_up() -> Iterator[None]:
-    ray = pytest.importorskip("ray")
+    import ray
+
     mine = not ray.is_initialized()
     if mine:
         ray.init(address="local", num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": ROOT}})

@@ -81,9 +81,8 @@ def test_windows_arrive_bit_exact_whatever_the_shape_of_their_runs(pair: Pair, k
     check_shapes(*pair, kind)
 
 
+@kinds(*(kind for kind in KINDS if not kind.local))  # copies within a process are of host memory
 def test_windows_arrive_bit_exact_between_gpus(kind: Kind) -> None:
-    if kind.local:
-        pytest.skip("copies within a process are of host memory")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     with world_of(kind) as world:

@@ -20,17 +20,11 @@ from mx_rl.errors import (
 )
 from mx_rl.patience import Cancelled, Patience
 from mx_rl.records import Hello
-from mx_rl.registry.memory import MemoryRegistry
 from tests.support.local import FAST, together
 from tests.support.until import until
 
 PATIENT = replace(FAST, stall_s=5.0, beat_s=0.5)
 COUNT = 40_000  # forty windows, of which four are posted at a time
-
-
-@pytest.fixture
-def registry():
-    return MemoryRegistry()
 
 
 @pytest.fixture

@@ -22,15 +22,9 @@ from mx_rl.errors import (
     VersionAborted,
 )
 from mx_rl.feed import cut
-from mx_rl.registry.memory import MemoryRegistry
 from tests.support.local import FAST, together
 
 NAMES = [f"layers.{index}.weight" for index in range(6)]
-
-
-@pytest.fixture
-def registry():
-    return MemoryRegistry()
 
 
 def model(seed=0):

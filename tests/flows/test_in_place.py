@@ -4,34 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from mx_rl import Publisher, Subscriber
+from mx_rl import Publisher
 from mx_rl.errors import InvalidArgument, PeerLost, VersionGone
-from mx_rl.registry.memory import MemoryRegistry
 from tests.flows.test_memory_modes import IDS, MODES, Net, assert_same, change
-from tests.support.faulty import faulty
-from tests.support.local import STEADY
+from tests.support.local import steady_publisher
+from tests.support.local import steady_subscriber as subscriber
 
 COUNT = 64 * 1024  # float32: 64 windows of 4096 bytes
 TRAINER = "p-pub0-"
 
 
-@pytest.fixture
-def registry():
-    return MemoryRegistry()
-
-
-@pytest.fixture
-def faults(monkeypatch):
-    with faulty(monkeypatch, fence=True) as found:
-        yield found
-
-
 def publisher(registry, tensors, **named):
-    return Publisher("p", tensors, registry=registry, options=STEADY, **({"slots": 0} | named))
-
-
-def subscriber(registry, tensors, **named):
-    return Subscriber("p", tensors, registry=registry, options=STEADY, **named)
+    return steady_publisher(registry, tensors, **({"slots": 0} | named))
 
 
 def weights(value):

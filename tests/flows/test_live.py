@@ -3,35 +3,14 @@
 import pytest
 import torch
 
-from mx_rl import Publisher, Subscriber
 from mx_rl.errors import PeerLost, Tainted, VersionGone
-from mx_rl.registry.memory import MemoryRegistry
 from mx_rl.tensors import resolve
-from tests.support.faulty import faulty
-from tests.support.local import STEADY
+from tests.support.local import steady_publisher as publisher
+from tests.support.local import steady_subscriber as subscriber
 from tests.support.until import until
 
 COUNT = 64 * 1024  # float32: 64 windows of 4096 bytes
 LIVE = "p-r0-live-"
-
-
-@pytest.fixture
-def registry():
-    return MemoryRegistry()
-
-
-@pytest.fixture
-def faults(monkeypatch):
-    with faulty(monkeypatch, fence=True) as found:
-        yield found
-
-
-def publisher(registry, tensors, **named):
-    return Publisher("p", tensors, registry=registry, options=STEADY, **named)
-
-
-def subscriber(registry, tensors, **named):
-    return Subscriber("p", tensors, registry=registry, options=STEADY, **named)
 
 
 def weights(value):

@@ -5,11 +5,11 @@ from functools import partial
 import pytest
 import torch
 
-from mx_rl import Publisher, Shard, Subscriber
+from mx_rl import Shard
 from mx_rl.errors import AliasConflict, InvalidArgument, Tainted
-from mx_rl.registry.memory import MemoryRegistry
-from tests.support.faulty import faulty
-from tests.support.local import STEADY, together
+from tests.support.local import steady_publisher as publisher
+from tests.support.local import steady_subscriber as subscriber
+from tests.support.local import together
 
 MODES = [
     {"stage": "device", "serve": "stage"},
@@ -26,28 +26,9 @@ DISTINCT = [mode for mode in MODES if mode["stage"] != "host"]  # without a GPU 
 IDS = ["-".join(str(value) for value in mode.values()) for mode in MODES]
 
 
-@pytest.fixture
-def registry():
-    return MemoryRegistry()
-
-
 @pytest.fixture(params=MODES, ids=IDS)
 def mode(request):
     return request.param
-
-
-@pytest.fixture
-def faults(monkeypatch):
-    with faulty(monkeypatch, fence=True) as found:
-        yield found
-
-
-def publisher(registry, tensors, **named):
-    return Publisher("p", tensors, registry=registry, options=STEADY, **named)
-
-
-def subscriber(registry, tensors, **named):
-    return Subscriber("p", tensors, registry=registry, options=STEADY, **named)
 
 
 class Net(torch.nn.Module):

@@ -11,16 +11,10 @@ from mx_rl.digest import box_sum
 from mx_rl.errors import ReplicaMismatch, VersionAborted
 from mx_rl.layout import RankLayout
 from mx_rl.partners import live_sum
-from mx_rl.registry.memory import MemoryRegistry
 from mx_rl.tensors import DTYPES, resolve
 from tests.support.local import FAST, together
 
 LAYERS, SHAPE = 12, (16, 64)
-
-
-@pytest.fixture
-def registry():
-    return MemoryRegistry()
 
 
 def model(value=1.0):

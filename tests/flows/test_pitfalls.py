@@ -10,23 +10,9 @@ import time
 import pytest
 import torch
 
-from mx_rl import Publisher, Shard, Subscriber
+from mx_rl import Shard
 from mx_rl.errors import MxRLError, NotReady
-from mx_rl.registry.memory import MemoryRegistry
-from tests.support.local import FAST, together
-
-
-@pytest.fixture
-def registry():
-    return MemoryRegistry()
-
-
-def publisher(registry, tensors, **named):
-    return Publisher("p", tensors, registry=registry, options=FAST, **named)
-
-
-def subscriber(registry, tensors, **named):
-    return Subscriber("p", tensors, registry=registry, options=FAST, **named)
+from tests.support.local import publisher, subscriber, together
 
 
 def test_payload_that_looks_like_a_control_marker_arrives_unchanged(registry):

@@ -7,28 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mx_rl import Publisher, Subscriber
+from mx_rl import Subscriber
 from mx_rl.errors import HoldTimeout, IncompleteVersion, Paused, VersionAborted
 from mx_rl.records import Resolve
-from mx_rl.registry.memory import MemoryRegistry
 from tests.support.local import FAST, together
 from tests.support.until import until
-
-
-@pytest.fixture
-def registry():
-    return MemoryRegistry()
-
-
-@pytest.fixture
-def weights():
-    return {"w": torch.zeros(5000)}
-
-
-@pytest.fixture
-def pub(registry, weights):
-    with Publisher("p", weights, registry=registry, options=FAST) as pub:
-        yield pub
 
 
 def subscriber(registry, tensors, **named):

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from mx_rl import Publisher, Shard, Subscriber
+from mx_rl import Shard
 from mx_rl.errors import (
     AliasConflict,
     Busy,
@@ -27,21 +27,7 @@ from mx_rl.errors import (
 )
 from mx_rl.partners import Partners
 from mx_rl.ranks import Ranks
-from mx_rl.registry.memory import MemoryRegistry
-from tests.support.local import FAST, together
-
-
-@pytest.fixture
-def registry():
-    return MemoryRegistry()
-
-
-def publisher(registry, tensors, **named):
-    return Publisher("p", tensors, registry=registry, options=FAST, **named)
-
-
-def subscriber(registry, tensors, **named):
-    return Subscriber("p", tensors, registry=registry, options=FAST, **named)
+from tests.support.local import FAST, publisher, subscriber, together
 
 
 def zeros(tensors):

@@ -23,13 +23,7 @@ from mx_rl.errors import (
 )
 from mx_rl.parcels import Box, Part
 from mx_rl.patience import Patience
-from mx_rl.registry.memory import MemoryRegistry
 from tests.support.local import FAST, together
-
-
-@pytest.fixture
-def registry():
-    return MemoryRegistry()
 
 
 def model(seed=0):

@@ -7,31 +7,14 @@ import time
 import pytest
 import torch
 
-from mx_rl import Publisher, Subscriber
+from mx_rl import Subscriber
 from mx_rl.errors import HoldTimeout, NotReady
-from mx_rl.registry.memory import MemoryRegistry
 from tests.support.local import FAST
-
-
-@pytest.fixture
-def registry():
-    return MemoryRegistry()
-
-
-@pytest.fixture
-def weights():
-    return {"w": torch.zeros(5000)}
 
 
 @pytest.fixture
 def target():
     return {"w": torch.zeros(5000)}
-
-
-@pytest.fixture
-def pub(registry, weights):
-    with Publisher("p", weights, registry=registry, options=FAST) as pub:
-        yield pub
 
 
 @pytest.fixture

@@ -6,24 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from mx_rl import Publisher, Shard, Subscriber
+from mx_rl import Shard
 from mx_rl.errors import DigestMismatch, Tainted
 from mx_rl.fetch import Fetch
 from mx_rl.layout import RankLayout, WorldLayout
-from mx_rl.registry.memory import MemoryRegistry
 from mx_rl.tensors import resolve
 from mx_rl.trailer import boxes_at
 from mx_rl.transport.base import Windows
 from tests.flows.test_memory_modes import IDS, MODES
 from tests.support.faulty import faulty
-from tests.support.local import STEADY, together
+from tests.support.local import steady_publisher as publisher
+from tests.support.local import steady_subscriber as subscriber
+from tests.support.local import together
 
 BIG = (64, 200)  # 51,200 bytes: a dozen windows of 4096
-
-
-@pytest.fixture
-def registry():
-    return MemoryRegistry()
 
 
 def weights(value=0.0):
@@ -33,14 +29,6 @@ def weights(value=0.0):
 
 def zeros(tensors):
     return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
-
-
-def publisher(registry, tensors, **named):
-    return Publisher("p", tensors, registry=registry, options=STEADY, **named)
-
-
-def subscriber(registry, tensors, **named):
-    return Subscriber("p", tensors, registry=registry, options=STEADY, **named)
 
 
 def ready(pub, tensors=None, value=None):

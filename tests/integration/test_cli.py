@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import ray
 import torch
 
 import mx_rl
@@ -18,8 +19,6 @@ from mx_rl.display import findings_text, policy_text, table
 from mx_rl.doctor import Finding
 from mx_rl.loopback import measure
 from tests.support.local_ray import ROOT, local_ray
-
-ray = pytest.importorskip("ray")
 
 
 @pytest.fixture(scope="module")

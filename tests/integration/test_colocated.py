@@ -2,21 +2,11 @@
 
 from functools import partial
 
-import pytest
-
 from tests.support.actors import RolloutRank, TrainerRank
 from tests.support.colocated import Colocated
 from tests.support.procs import Child
-from tests.support.socket_registry import RegistryServer
 
 COUNT = 1 << 20
-
-
-@pytest.fixture
-def server():
-    server = RegistryServer()
-    yield server
-    server.close()
 
 
 def test_within_a_process_a_version_takes_no_wire_and_others_still_take_theirs(server):

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 import torch
-
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs the extra demo")
 
 
 def test_packed_logits_equal_those_of_each_sequence_alone():

@@ -7,18 +7,10 @@ import pytest
 from mx_rl.errors import ReplicaMismatch
 from tests.support.model import FsdpRank, TensorParallelRank, WholeRank, join
 from tests.support.procs import Child
-from tests.support.socket_registry import RegistryServer
 
 
 def all_at_once(children, name, *args, timeout=60.0):
     return [future.result(timeout) for future in [child.begin(name, *args, timeout=timeout) for child in children]]
-
-
-@pytest.fixture
-def server():
-    server = RegistryServer()
-    yield server
-    server.close()
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,11 @@ import pytest
 
 from tests.support.footprint import MeasuredRollout, MeasuredTrainer, OpenAndClose, shared_memory
 from tests.support.procs import Child
-from tests.support.socket_registry import RegistryServer
 
 SHAPES = {"a": (512, 1024), "b": (64, 64), "c": (7,)}
 WARM_ROUNDS = 15
 RSS_BYTES = 24 << 20
 """What allocators and caches may take after the warm-up, whatever the number of rounds."""
-
-
-@pytest.fixture
-def server():
-    server = RegistryServer()
-    yield server
-    server.close()
 
 
 def check_rounds(server, rounds):

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from mx_rl.config import Options
 from mx_rl.errors import InvalidArgument, RegistryLost
 from mx_rl.records import Ack, Beat, Commit, Leave, Outcome, Resolve, Target, View
 from mx_rl.registry.ray_actor import DEFAULT_NAME, KV_NAMESPACE, SHARED_NAMESPACE, RayRegistry
 from tests.support.registry_lab import POLICY, Lab, source
-
-ray = pytest.importorskip("ray")
 
 ROOT = str(Path(__file__).resolve().parents[2])
 

@@ -1,8 +1,6 @@
 """Streams between processes over NIXL: exporters that give one tensor at a time, engines that load by name."""
 
 import math
-import os
-import signal
 
 import pytest
 import torch
@@ -16,35 +14,11 @@ from mx_rl.registry.memory import MemoryRegistry
 from tests.integration.workers import Export, LoadByName
 from tests.support.local import FAST
 from tests.support.local_ray import local_ray
-from tests.support.procs import Child
-from tests.support.socket_registry import RegistryServer
 from tests.support.streams import ByName, Exporter, PartByName
 
 MB = 1 << 20
 SHAPES = {f"layers.{index}.weight": (256 + index, 512) for index in range(12)} | {"norm": (512,), "odd": (5, 7)}
 TOTAL = sum(4 * math.prod(shape) for shape in SHAPES.values())
-
-
-@pytest.fixture
-def server():
-    server = RegistryServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def children():
-    found: list[Child] = []
-
-    def make(*args):
-        found.append(Child(*args))
-        return found[-1]
-
-    yield make
-    for child in found:
-        if child.process.is_alive():
-            os.kill(child.pid, signal.SIGCONT)
-        child.stop()
 
 
 def all_of(children, method, *args, **named):

@@ -6,13 +6,28 @@ import dataclasses
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
+from mx_rl import Publisher, Subscriber
 from mx_rl.config import Options
+from mx_rl.registry.memory import MemoryRegistry
 
 FAST = Options(transport="memory", window_bytes=4096, grace_s=0.2, stall_s=0.3)
 STEADY = dataclasses.replace(FAST, stall_s=10.0)
 """For tests of who served what: a busy machine must not turn a source into one that stalls."""
+
+
+def publisher(registry: MemoryRegistry, tensors: Any, **named: Any) -> Publisher:
+    return Publisher("p", tensors, registry=registry, **({"options": FAST} | named))
+
+
+def subscriber(registry: MemoryRegistry, tensors: Any, **named: Any) -> Subscriber:
+    return Subscriber("p", tensors, registry=registry, **({"options": FAST} | named))
+
+
+steady_publisher = partial(publisher, options=STEADY)
+steady_subscriber = partial(subscriber, options=STEADY)
 
 
 def together(*calls: Callable[[], Any], timeout: float = 30.0) -> list[Any]:

@@ -12,14 +12,11 @@ from mx_rl import blob, delta, packed
 from mx_rl.blocks import blocks_of_layout, blocks_of_rank, wanted
 from mx_rl.digest import box_sum
 from mx_rl.errors import CorruptRecord, InvalidArgument
-from mx_rl.kernels import base, plain
+from mx_rl.kernels import base, fast, plain
 from mx_rl.lattice import live_of, snapshot_runs, target_runs
 from mx_rl.layout import RankLayout, WorldLayout
 from mx_rl.plan import make_plan
 from mx_rl.tensors import Shard, resolve
-
-fast = pytest.importorskip("mx_rl.kernels.fast", reason="needs numba", exc_type=ImportError)
-pytest.importorskip("backports.zstd", reason="needs zstd", exc_type=ImportError)
 
 LAYOUTS = ["whole", "columns", "fused", "transposed", "strided", "boxes"]
 CASES = [(fast, kind) for kind in LAYOUTS] + [(plain, "columns"), (plain, "boxes")]
